@@ -1,0 +1,1 @@
+"""The commands: parse, call, print. Heavy imports stay inside command bodies, so that help answers at once."""

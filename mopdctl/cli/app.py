@@ -1,0 +1,49 @@
+"""The `mopdctl` command: the table of commands, and how an error becomes one line and an exit code."""
+
+import sys
+
+import typer
+
+from mopdctl import __version__
+from mopdctl.cli import distill, evaluate, merge, quickstart, recovery, sft
+from mopdctl.cli.output import note
+from mopdctl.errors import MopdctlError
+
+app = typer.Typer(
+    name="mopdctl",
+    help="Merge specialist teachers into one student by on-policy distillation, and prove what each passed on.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Merge specialist teachers into one student by on-policy distillation, and prove what each passed on."""
+
+
+app.command("quickstart")(quickstart.quickstart)
+app.command("distill")(distill.distill)
+app.command("recovery")(recovery.recovery)
+app.command("eval")(evaluate.evaluate)
+app.command("merge")(merge.merge)
+app.command("sft")(sft.sft)
+
+
+def main() -> None:
+    """Runs a command; a domain error becomes one line on stderr and its exit code."""
+    try:
+        app()
+    except MopdctlError as error:
+        note(f"error: {error}")
+        sys.exit(error.exit_code)

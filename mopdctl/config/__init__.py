@@ -1,0 +1,1 @@
+"""What users write in YAML: pydantic models that load in milliseconds, without torch."""

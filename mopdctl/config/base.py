@@ -1,0 +1,84 @@
+"""The strict base model and the YAML loader that all configuration files share."""
+
+import difflib
+import io
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from mopdctl.errors import InputError
+from mopdctl.files import read_text
+
+
+class Strict(BaseModel):
+    """Base of every configuration model: unknown keys are refused, values are frozen, docstrings become help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+ModelT = TypeVar("ModelT", bound=Strict)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises InputError for a syntax error, a duplicate key or anything but a mapping."""
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        document = yaml.load(io.StringIO(read_text(path)))
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        problem = str(error.problem).split(" with value")[0].replace("found ", "")
+        raise InputError(f"{path}:{line}: {problem}; keep one of the two") from None
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise InputError(f"{path}:{line}: not YAML ({error.problem})") from None
+    except YAMLError as error:
+        raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: holds {type(document).__name__}, not a mapping of keys to values")
+    return document
+
+
+def parse(model: type[ModelT], document: dict[str, Any], *, source: str) -> ModelT:
+    """Validates `document` against `model`. Raises InputError with the first problem in `source`, in one line."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise InputError(f"{source}: {_first_problem(model, error)}") from None
+
+
+def load_config(model: type[ModelT], path: Path) -> ModelT:
+    """Loads and validates one YAML file."""
+    return parse(model, load_yaml(path), source=str(path))
+
+
+def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(model, problem["loc"][:-1])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key {where!r}; {hint}"
+    if problem["type"] == "missing":
+        return f"key {where!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}"
+
+
+def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The field names of the model that `path` leads to, following nested models, dicts and lists."""
+    found: Any = model
+    for part in path:
+        models = [m for m in _models_in(found)]
+        found = next((m.model_fields[str(part)].annotation for m in models if str(part) in m.model_fields), found)
+    return sorted({name for m in _models_in(found) for name in m.model_fields})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for argument in getattr(annotation, "__args__", ()) for m in _models_in(argument)]

@@ -1,0 +1,113 @@
+"""Reading what users write and writing files that appear whole.
+
+Text is UTF-8, with or without a byte order mark. Lines end at the byte `\n` alone: `str.splitlines` would also cut at
+U+2028 and its kin, which are ordinary characters inside a JSON string.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mopdctl.errors import InputError
+
+
+def read_text(path: Path) -> str:
+    """The text of `path` without a byte order mark. Raises InputError if it is missing, a folder or not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a folder where a file is needed") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document in `path`. Raises InputError with line and column if it does not parse."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg})") from None
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) for each non-blank line of a JSONL file.
+
+    Raises InputError naming the line for one that is not a JSON object.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}:{number}: a {type(row).__name__} where a JSON object is needed")
+        yield number, row
+
+
+def dump_json(document: Any) -> str:
+    """Strict JSON (NaN is an error), keys in the order given, characters unescaped."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` so that a reader sees the old file or the new one, never a part: temporary file, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # noqa: PTH101 - the file is known by name only
+        os.replace(temporary, path)  # noqa: PTH105
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Writes one JSON document whole."""
+    write_text(path, dump_json(document) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object a line, the file whole."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename inside `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(data: bytes | str) -> str:
+    """A 16-byte BLAKE2b digest in hex."""
+    return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=16).hexdigest()
+
+
+def fingerprint(document: Any) -> str:
+    """The digest of a JSON-like document; key order does not matter."""
+    return digest(json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a file's bytes, read in pieces."""
+    state = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            state.update(piece)
+    return state.hexdigest()
