@@ -1,0 +1,110 @@
+"""`mopdctl recovery`."""
+
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mopdctl.cli.options import DEFAULT_WORKSPACE, JsonOption, WorkspaceOption
+from mopdctl.cli.output import result, result_json
+from mopdctl.errors import CheckFailedError, InputError
+
+
+def recovery(
+    before: Annotated[
+        str | None, typer.Option("--before", help="Evaluation of the student before distillation, or its column.")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option("--after", help="Evaluation of the student after distillation, or its column.")
+    ] = None,
+    teachers: Annotated[
+        Path | None, typer.Option("--teachers", help="A teachers.yaml to use instead of the card of AFTER.")
+    ] = None,
+    control: Annotated[
+        list[str] | None,
+        typer.Option("--control", help="Evaluation, or column, of another way to the same end; may be repeated."),
+    ] = None,
+    scores: Annotated[
+        Path | None, typer.Option("--scores", help="Compute the table from this CSV file instead of evaluations.")
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", help="With --scores: column of the teachers' scores.  [default: teacher]")
+    ] = None,
+    direction: Annotated[
+        Literal["higher", "lower"] | None,
+        typer.Option("--direction", help="With --scores: which scores are better.  [default: higher]"),
+    ] = None,
+    min_gap: Annotated[
+        float, typer.Option("--min-gap", help="A row with a gap under this many points is low_gap, without recovery.")
+    ] = 1.0,
+    min_recovery: Annotated[
+        float | None,
+        typer.Option("--min-recovery", help="Exit with 3 if the pooled recovery, as printed, is below this percent."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the bootstrap.")] = 0,
+    resamples: Annotated[int, typer.Option("--resamples", min=100, help="Number of bootstrap resamples.")] = 10_000,
+    workspace: WorkspaceOption = DEFAULT_WORKSPACE,
+    as_json: JsonOption = False,
+    as_markdown: Annotated[bool, typer.Option("--md", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Show what each teacher passed on: (after - before) / (teacher - before), per benchmark and pooled.
+
+    \b
+    From evaluations in the workspace, with the merged weights as a control:
+      mopdctl recovery --before rlvr --after mopd2 --control merge
+    From a published table; ends with exit code 3 under 50 percent:
+      mopdctl recovery --scores table5.csv --before rlvr --after mopd2 --min-recovery 50
+
+    Only rows with status ok have a percentage, which is never clipped, and count in the pooled figure. The others:
+    missing, non_finite, mismatch (not the same task, shots, prompt or documents), partial (some documents shared),
+    teacher_not_better, low_gap. Intervals are paired bootstrap intervals over documents (95 %).
+    """
+    from mopdctl.evals import report
+    from mopdctl.evals.recovery import recover
+
+    if as_json and as_markdown:
+        raise InputError("--json and --md: choose one")
+    if not (math.isfinite(min_gap) and min_gap >= 0 and math.isfinite(min_recovery or 0)):
+        raise InputError("--min-gap needs a number of 0 or more, --min-recovery a finite number")
+    controls = list(dict.fromkeys(control or []))
+    if scores:
+        if teachers:
+            raise InputError("--teachers: is for evaluations; with --scores name the column with --teacher")
+        from mopdctl.evals.csvtable import read_table
+
+        entries = read_table(
+            scores,
+            before=before or "before",
+            after=after or "after",
+            teacher=teacher or "teacher",
+            controls=controls,
+            higher_is_better=direction != "lower",
+        )
+        notes = ["no intervals, because a scores file has no per-sample values"]
+    else:
+        if teacher or direction:
+            raise InputError("--teacher and --direction: are for --scores FILE; evaluations know both")
+        if not before or not after:
+            raise InputError("--before and --after: name two evaluations, or pass --scores FILE")
+        from mopdctl.evals.pairing import pair_evaluations
+        from mopdctl.runs import Workspace
+
+        entries, notes = pair_evaluations(
+            Workspace(workspace), before=before, after=after, teachers=teachers, controls=controls
+        )
+    table = recover(entries, min_gap=Decimal(str(min_gap)), control_names=controls, notes=notes)
+    if any(entry.before.samples and entry.after.samples for entry in entries):
+        from mopdctl.evals.bootstrap import add_intervals
+
+        table = add_intervals(table, entries, seed=seed, resamples=resamples)
+
+    if as_json:
+        result_json(report.to_json(table))
+    else:
+        result(report.to_markdown(table) if as_markdown else report.to_text(table))
+    pooled = table.pooled.recovery_pct
+    if min_recovery is not None and (pooled is None or pooled < Decimal(str(min_recovery))):
+        shown = "no pooled recovery, because no row is ok" if pooled is None else f"pooled recovery is {pooled} %"
+        raise CheckFailedError(f"{shown}; --min-recovery asks for {min_recovery:g} %")

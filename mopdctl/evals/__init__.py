@@ -1,0 +1,1 @@
+"""Evaluation: lm-eval runs saved under a name, and the recovery table that compares them."""
