@@ -1,0 +1,1 @@
+"""Measured claims: each bench runs mopdctl against a rival on this computer and holds the figures to a bar."""
