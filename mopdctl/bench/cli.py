@@ -3,10 +3,10 @@
 Rival: `trl --help` of TRL 1.16, the post-training CLI nearest to ours (sft, grpo and distillation trainers behind one
 command), which defers its heavy imports as we do. It runs in its own environment on our torch and transformers, so the
 difference is the two command lines and nothing else; only TRL's own wheel is fetched. `lm-eval --help` would have been
-free, being a dependency, but is the weaker rival: it took 0.8 s of CPU where `trl --help` took 0.4 s.
+free, being a dependency, but is the weaker rival: it takes nearly twice the CPU of `trl --help`.
 
-`mopdctl recovery` has no counterpart there: it reads a score file, bootstraps and prints a table, and is held against
-the same `trl --help`, which does less. Its point is the absolute bar: an answer from files must not load torch.
+`mopdctl recovery` has no counterpart there: it reads a file of scores and prints the table, and is held against the
+same `trl --help`, which does less. Its point is the absolute bar: an answer from files must not load torch.
 """
 
 import sys

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.config.base import Strict
+from mopdctl.config.sft import SftConfig
+from mopdctl.config.teachers import TeachersFile
 from mopdctl.errors import CheckFailedError, InputError, MopdctlError
 from mopdctl.files import dump_json, write_text
 
-MODELS: dict[str, type[Strict]] = {}
+MODELS: dict[str, type[Strict]] = {"sft": SftConfig, "teachers": TeachersFile}
 """Schema name to model; `teachers` becomes `schemas/teachers.schema.json`. A new kind of file gets its line here."""
 
 _COMMAND = "python -m mopdctl.config.schemas"

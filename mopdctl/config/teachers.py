@@ -1,0 +1,141 @@
+"""`teachers.yaml`: student, prompts, teachers and how prompts find their teacher. All that `mopdctl distill` needs."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mopdctl.config.base import Strict, load_config
+from mopdctl.config.train import Dtype, TrainConfig
+
+
+class Teacher(Strict):
+    """One teacher. Several aliases may share a checkpoint, which is then loaded once."""
+
+    model: str
+    """A name in the workspace, a folder (relative to this file) or a hub id."""
+    kind: Literal["rl", "sft", "self", "stage"] = "rl"
+    """How it was made: by RL, by SFT, a frozen copy of the student, or an earlier stage of the same lineage."""
+    domains: list[str] = Field(min_length=1)
+    """Values of the first routing key that this teacher serves."""
+    efforts: list[str] = []
+    """Values of the second routing key that it serves; empty serves all."""
+    benchmarks: list[str] = []
+    """lm-eval tasks on which `recovery` compares the student with this teacher; empty takes the names of the domains."""
+    weight: float = Field(default=1.0, gt=0)
+    """lambda: the weight of its samples in the loss."""
+    dtype: Dtype = "float32"
+    """Precision in which the teacher scores."""
+
+
+class Effort(Strict):
+    """A reasoning-effort mode."""
+
+    chat_template_kwargs: dict[str, str | bool | int] = {}
+    """Arguments for the chat template, e.g. `{enable_thinking: false}`."""
+    max_new_tokens: int | None = Field(default=None, gt=0)
+    """Token budget of this mode; None takes the run's own."""
+
+
+class DistillTrainConfig(TrainConfig):
+    """The MOPD loop: TrainConfig plus sampling, objective and correction."""
+
+    samples_per_prompt: int = Field(default=1, gt=0)
+    """Answers sampled per prompt."""
+    max_new_tokens: int = Field(default=512, gt=0)
+    """Longest answer in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; behaviour log-probabilities are those of the tempered distribution."""
+    top_p: float = 1.0
+    """Must be 1: a truncated distribution gives tokens probability zero that the learner does not, and breaks the ratios."""
+    sampling_batch_size: int = Field(default=256, gt=0)
+    """Answers sampled or scored at the same time."""
+    objective: Literal["sampled", "exact"] = "sampled"
+    """`sampled`: policy gradient on the sampled token (Nemotron 3 Ultra Eq. 3). `exact`: reverse KL over the vocabulary."""
+    staleness: Literal[0, 1] = 0
+    """1 samples from the weights before the last step, as an asynchronous sampler would."""
+    inner_steps: int = Field(default=1, gt=0)
+    """Optimizer steps on the same rollouts; above 1 the PPO clip begins to matter."""
+    correction: Literal["icepop", "tis", "none"] = "icepop"
+    """What is done about the ratio of learner to sampler."""
+    correction_low: float = Field(default=0.5, ge=0)
+    """Lower bound of the correction's band."""
+    correction_high: float = Field(default=5.0, gt=0)
+    """Upper bound of the correction's band."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """PPO clip below 1."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """PPO clip above 1."""
+    advantage_clip: float | None = Field(default=None, gt=0)
+    """Bound on the distillation advantage in nats, on both sides; None leaves it free."""
+    loss_reduction: Literal["token", "sequence"] = "token"
+    """`token`: mean over all loss tokens. `sequence`: mean over answers of their own mean; short answers count as much as long ones."""
+    grad_share_every: int = Field(default=10, gt=0)
+    """Steps between measurements of each teacher's share of the gradient."""
+    warm_start: Literal["none", "merge"] = "none"
+    """`merge` begins from student + `warm_start_scale` times the sum of teacher deltas."""
+    warm_start_scale: float = Field(default=0.3, gt=0)
+    """Scale of the warm-start merge."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between scorings of `eval_prompts`; 0 never."""
+    eval_prompts: Path | None = None
+    """JSONL or Parquet rows like the prompts, with `verifier` and `reference`; relative to this file."""
+    eval_size: int = Field(default=100, gt=0)
+    """Rows of `eval_prompts` used per domain."""
+
+    @field_validator("top_p")
+    @classmethod
+    def _whole_distribution(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError("must be 1: truncated sampling breaks the importance ratios; use temperature")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DistillTrainConfig":
+        if self.correction_low > self.correction_high:
+            raise ValueError("correction_low is above correction_high")
+        if self.eval_every and self.eval_prompts is None:
+            raise ValueError("eval_every needs eval_prompts")
+        return self
+
+
+class TeachersFile(Strict):
+    """Everything one MOPD run is made of."""
+
+    student: str
+    """The checkpoint to start from: a name in the workspace, a folder (relative to this file) or a hub id."""
+    prompts: Path
+    """JSONL or Parquet rows with `messages` or `prompt` and the routing keys; relative to this file."""
+    name: str
+    """Name of the checkpoint to make."""
+    train: DistillTrainConfig
+    """The loop."""
+    routing: str | list[str] = "domain"
+    """Field of a prompt row that says which teacher serves it; a second field may hold the reasoning effort."""
+    efforts: dict[str, Effort] = {}
+    """Reasoning-effort modes by name, for the second routing field."""
+    teachers: dict[str, Teacher] = Field(min_length=1)
+    """Alias to teacher."""
+
+    @field_validator("routing")
+    @classmethod
+    def _one_or_two_keys(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, list) and not 1 <= len(value) <= 2:
+            raise ValueError("name one or two fields")
+        return value
+
+    @property
+    def routing_keys(self) -> tuple[str, ...]:
+        """The routing fields, the domain's first."""
+        return (self.routing,) if isinstance(self.routing, str) else tuple(self.routing)
+
+    @model_validator(mode="after")
+    def _efforts_have_a_key(self) -> "TeachersFile":
+        if len(self.routing_keys) == 1 and (self.efforts or any(t.efforts for t in self.teachers.values())):
+            raise ValueError("efforts need a second routing field, e.g. routing: [domain, effort]")
+        return self
+
+
+def load_teachers(path: Path) -> TeachersFile:
+    """Reads and checks a `teachers.yaml`."""
+    return load_config(TeachersFile, path)

@@ -1,0 +1,1 @@
+"""The model border: who samples tokens and who scores them."""

@@ -1,0 +1,1 @@
+"""The mathematics of distillation: pure functions of per-token streams. No configuration, no model, no I/O."""

@@ -1,0 +1,122 @@
+"""Training sequences and micro-batches. B sequences, R response columns, N loss-active tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mopdctl.engines.layout import Layout, lay_out
+from mopdctl.objective.reduction import Reduction, token_coefficients
+from mopdctl.train.distributed import sum_over_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One sequence to train on, with the per-token streams that its algorithm needs."""
+
+    sample_id: str
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    """Everything from the first token that may carry loss."""
+    loss_mask: Sequence[int]
+    """Per response token: 1 trains, 0 is context (tool output, a user's later turn)."""
+    teacher_id: str = ""
+    """Who judges this sequence; also the name under which its metrics are kept."""
+    weight: float = 1.0
+    """lambda of its teacher."""
+    streams: dict[str, Sequence[float]] = field(default_factory=dict)
+    """Name to one float per response token, e.g. `behavior_logprobs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences laid out for one forward pass, and their loss-active tokens in one flat row (_N)."""
+
+    sequences: list[TrainSequence]
+    layout: Layout
+    active_BR: Tensor
+    """True where a token carries loss."""
+    tokens_N: Tensor
+    coefficients_N: Tensor
+    """What each token's loss is multiplied with before it is summed."""
+    streams: dict[str, Tensor]
+    """Name to [N]."""
+
+    @property
+    def teacher_id(self) -> str:
+        """The one teacher of this micro-batch."""
+        return self.sequences[0].teacher_id
+
+
+def cut(
+    sequences: Sequence[TrainSequence],
+    *,
+    reduction: Reduction,
+    num_micro_batches: int,
+    pad_id: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Cuts the sequences that this rank has of one optimizer step into micro-batches of one teacher each.
+
+    Within a teacher, sequences of similar length go together. At least `num_micro_batches` come out where there are so many
+    sequences, shared among the teachers by their tokens. The coefficients count all ranks.
+    """
+    counts = [sum(s.loss_mask) for s in sequences]
+    total_tokens, total_sequences = sum_over_ranks(sum(counts), len(sequences))
+    coefficients = dict(
+        zip(
+            [id(s) for s in sequences],
+            token_coefficients(
+                counts,
+                [s.weight for s in sequences],
+                reduction,
+                total_tokens=int(total_tokens),
+                total_sequences=int(total_sequences),
+            ),
+            strict=True,
+        )
+    )
+    found = []
+    for group in _groups(sequences, num_micro_batches):
+        found.append(_micro_batch(group, [coefficients[id(s)] for s in group], pad_id, device))
+    return found
+
+
+def _groups(sequences: Sequence[TrainSequence], num_micro_batches: int) -> list[list[TrainSequence]]:
+    by_teacher: dict[str, list[TrainSequence]] = {}
+    for sequence in sequences:
+        by_teacher.setdefault(sequence.teacher_id, []).append(sequence)
+    total = sum(_length(s) for s in sequences)
+    groups: list[list[TrainSequence]] = []
+    for teacher in sorted(by_teacher):
+        members = sorted(by_teacher[teacher], key=lambda s: (_length(s), s.sample_id))
+        pieces = min(len(members), max(1, -(-num_micro_batches * sum(map(_length, members)) // max(total, 1))))
+        edges = [len(members) * i // pieces for i in range(pieces + 1)]
+        groups += [members[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return groups
+
+
+def _length(sequence: TrainSequence) -> int:
+    return len(sequence.prompt_ids) + len(sequence.response_ids)
+
+
+def _micro_batch(group: list[TrainSequence], coefficients: list[float], pad_id: int, device: torch.device) -> MicroBatch:
+    layout = lay_out([s.prompt_ids for s in group], [s.response_ids for s in group], pad_id=pad_id, device=device)
+    num_response = layout.response_BR.shape[1]
+
+    def padded(rows: list[Sequence[float]]) -> Tensor:
+        return torch.tensor([[*row, *[0.0] * (num_response - len(row))] for row in rows], device=device, dtype=torch.float32)
+
+    active = padded([s.loss_mask for s in group]).bool() & layout.present_BR
+    names = list(group[0].streams)
+    streams = {}
+    for name in names:
+        for sequence in group:
+            if len(sequence.streams[name]) != len(sequence.response_ids):
+                raise ValueError(
+                    f"sample {sequence.sample_id}: {len(sequence.streams[name])} {name} for {len(sequence.response_ids)} tokens"
+                )
+        streams[name] = padded([s.streams[name] for s in group])[active]
+    spread = torch.tensor(coefficients, device=device, dtype=torch.float32).unsqueeze(-1).expand_as(active)
+    return MicroBatch(group, layout, active, layout.response_BR[active], spread[active], streams)

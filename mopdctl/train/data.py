@@ -1,0 +1,127 @@
+"""Rows of prompts and conversations from JSONL or Parquet, and conversations as token ids with a loss mask."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mopdctl.engines.hf import HFModel
+from mopdctl.errors import InputError
+from mopdctl.files import read_jsonl
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[tuple[str, Row]]:
+    """All rows of a JSONL or Parquet file, each with its place (`file:line` or `file row N`) for error messages.
+
+    Raises InputError if the file is missing, unreadable or empty.
+    """
+    rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+    if not rows:
+        raise InputError(f"{path}: holds no rows; give at least one")
+    return rows
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    for number, row in read_jsonl(path):
+        yield f"{path}:{number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.exists():
+        raise InputError(f"{path}: no such file; check the path")
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
+    for number, row in enumerate(table.to_pylist()):
+        yield f"{path} row {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str, Any]]:
+    """The `messages` of a row, or its plain `prompt` as one user message. Raises InputError where neither is usable."""
+    if "messages" in row:
+        messages = row["messages"]
+    elif key in row:
+        messages = [{"role": "user", "content": row[key]}]
+    else:
+        raise InputError(f"{place}: has neither 'messages' nor '{key}'")
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{place}: 'messages' must be a list with at least one message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError(f"{place}: message {number} has no 'role'")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise InputError(f"{place}: message {number} has no text in 'content'")
+    return [{k: v for k, v in message.items() if v is not None} for message in messages]
+
+
+def conversation_ids(
+    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, *, place: str, loss_on: str
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation and a mask of the tokens to train on.
+
+    The mask comes from the chat template's `{% generation %}` tags; for a template without them, from rendering the
+    conversation up to each assistant turn and checking that the longer text begins with the shorter one.
+    """
+    if not any(m["role"] == "assistant" for m in messages):
+        raise InputError(f"{place}: no assistant message to train on")
+    if model.tokenizer.chat_template is None:
+        raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
+    template = model.tokenizer.chat_template
+    if "{% generation" in template.replace("{%-", "{%"):
+        found = model.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = list(found["input_ids"]), list(found["assistant_masks"])
+    else:
+        ids, mask = _mask_by_prefix(model, messages, tools, place)
+    if loss_on == "all":
+        mask = [0] + [1] * (len(ids) - 1)
+    return ids, mask
+
+
+def prompt_token_ids(model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any]) -> list[int]:
+    """Token ids of a conversation up to where the assistant begins to write."""
+    if model.tokenizer.chat_template is None:
+        raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
+    found = model.tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=True, add_generation_prompt=True, return_dict=True, **kwargs
+    )
+    return list(found["input_ids"])
+
+
+def _mask_by_prefix(
+    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, place: str
+) -> tuple[list[int], list[int]]:
+    def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
+        text = model.tokenizer.apply_chat_template(list(part), tools=tools, tokenize=False, add_generation_prompt=prompt)
+        return str(text)
+
+    ids: list[int] = []
+    mask: list[int] = []
+    text = ""
+    for end, message in enumerate(messages, start=1):
+        if message["role"] != "assistant":
+            continue
+        for prompt, piece in ((True, messages[: end - 1]), (False, messages[:end])):
+            longer = render(piece, prompt)
+            if not longer.startswith(text):
+                raise InputError(
+                    f"{place}: the chat template rewrites earlier turns, so their loss mask is unknown; "
+                    "use a template with {% generation %} tags"
+                )
+            added = model.tokenizer(longer[len(text) :], add_special_tokens=False)["input_ids"]
+            ids += added
+            mask += [0] * len(added) if prompt else _up_to_end_token(added, model.eos_ids)
+            text = longer
+    return ids, mask
+
+
+def _up_to_end_token(ids: list[int], eos_ids: frozenset[int]) -> list[int]:
+    """1 up to the first end token, 0 for what a template adds after it (a line break, say)."""
+    end = next((i + 1 for i, token in enumerate(ids) if token in eos_ids), len(ids))
+    return [1] * end + [0] * (len(ids) - end)

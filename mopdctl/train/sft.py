@@ -1,0 +1,124 @@
+"""Supervised fine-tuning: cross-entropy on the assistant's tokens, on the shared loop."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mopdctl.config.sft import SftConfig
+from mopdctl.engines.hf import HFModel
+from mopdctl.engines.layout import token_logprobs
+from mopdctl.errors import InputError
+from mopdctl.files import file_digest, fingerprint
+from mopdctl.runs import MetricsLog, Workspace, building, checkpoint_digest, locked, open_run, write_card
+from mopdctl.train import distributed
+from mopdctl.train.batch import MicroBatch, TrainSequence, cut
+from mopdctl.train.data import conversation_ids, read_rows, row_messages
+from mopdctl.train.optimizer import apply_step, build_optimizer, learning_rate
+from mopdctl.train.order import rows_of_step
+from mopdctl.train.state import load_state, save_state
+from mopdctl.train.step import TokenLoss, accumulate
+
+OnStep = Callable[[int, dict[str, Any]], None]
+
+
+def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:  # noqa: N803 - dimension suffixes
+    """-log p_theta(y_t), in nats."""
+    loss_N = -token_logprobs(logits_NV, micro_batch.tokens_N)
+    return TokenLoss(loss_N, {"sft/loss_nats": loss_N.detach()})
+
+
+def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnStep = lambda step, row: None) -> Path:
+    """Trains `config.model` on its conversations and writes the checkpoint `config.name`; returns its folder.
+
+    A run that was killed goes on from its last state. A finished one is left as it is. `base` is the folder that relative paths
+    in the configuration start from. Raises InputError before the first step for unusable data.
+    """
+    files = [base / path for path in config.data]
+    start = workspace.resolve_model(config.model, relative_to=base)
+    target = workspace.checkpoint(config.name)
+    record = config.model_dump(mode="json") | {
+        "model": _identity(start),
+        "data": {path.name: file_digest(path) for path in files if path.exists()},
+    }
+    distributed.start()
+    folder = workspace.run(config.name)
+    with locked(folder / f"rank-{distributed.rank()}"):
+        open_run(folder, record)
+        if (target / "card.json").exists():
+            return target
+        model = HFModel.load(start, dtype=config.train.dtype, train=True)
+        if config.train.gradient_checkpointing:
+            model.model.gradient_checkpointing_enable()
+        rows = [placed for path in files for placed in read_rows(path)]
+        optimizer = build_optimizer(model.model, config.train)
+        step, _ = load_state(folder / "state", model.model, optimizer)
+        log = MetricsLog(folder / "metrics.jsonl", next_step=step) if distributed.rank() == 0 else None
+        for number in range(step, config.train.steps):
+            began = time.perf_counter()
+            rate = learning_rate(number, config.train)
+            chosen = rows_of_step(
+                number, num_rows=len(rows), batch_size=config.train.batch_size, seed=config.train.seed
+            )[distributed.rank() :: distributed.world_size()]
+            sequences = [_sequence(model, f"{number}/{i}", *rows[row], config) for i, row in enumerate(chosen)]
+            micro_batches = cut(
+                sequences,
+                reduction="token",
+                num_micro_batches=config.train.gradient_accumulation,
+                pad_id=model.pad_id,
+                device=model.device,
+            )
+            result = accumulate(model, micro_batches, cross_entropy)
+            norm = apply_step(optimizer, rate, config.train.max_grad_norm)
+            metrics = {
+                "step": number,
+                "train/loss": result.loss,
+                "train/grad_norm": norm,
+                "train/learning_rate": rate,
+                "train/loss_tokens": sum(result.tokens.values()),
+                "perf/step_s": round(time.perf_counter() - began, 4),
+            }
+            if log:
+                log.write(metrics)
+            on_step(number + 1, metrics)
+            if (number + 1) % config.train.checkpoint_every == 0 and number + 1 < config.train.steps:
+                save_state(folder / "state", number + 1, model.model, optimizer, keep_last=config.train.keep_last)
+        if distributed.rank() == 0:
+            with building(target) as temporary:
+                model.save(temporary)
+                write_card(
+                    temporary,
+                    {
+                        "name": config.name,
+                        "algorithm": "sft",
+                        "parent": config.model,
+                        "parent_digest": record["model"],
+                        "config": record,
+                        "fingerprint": fingerprint(record),
+                        "digest": checkpoint_digest(temporary),
+                    },
+                )
+            if log:
+                log.close()
+        distributed.barrier()
+    return target
+
+
+def _identity(start: str) -> str:
+    folder = Path(start)
+    return checkpoint_digest(folder) if folder.is_dir() else start
+
+
+def _sequence(model: HFModel, sample_id: str, place: str, row: dict[str, Any], config: SftConfig) -> TrainSequence:
+    ids, mask = conversation_ids(
+        model, row_messages(row, place), row.get("tools"), place=place, loss_on=config.loss_on
+    )
+    limit = min(config.max_length, model.max_length)
+    if len(ids) > limit:
+        raise InputError(f"{place}: {len(ids)} tokens, but at most {limit} fit; shorten or drop the row")
+    if 1 not in mask:
+        raise InputError(f"{place}: no token to train on (empty assistant message?)")
+    first = mask.index(1)
+    return TrainSequence(sample_id, ids[:first], ids[first:], mask[first:], teacher_id="sft")

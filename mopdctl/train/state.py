@@ -1,0 +1,85 @@
+"""Resumable training state: weights, optimizer moments and the step, in safetensors and JSON, never pickle.
+
+Random streams hang on seed, step and sample id alone, so they need no state. A state folder appears whole or not at all.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mopdctl.files import read_json, write_json
+from mopdctl.runs import building
+from mopdctl.train import distributed
+
+
+def save_state(
+    folder: Path,
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    extra: dict[str, Tensor] | None = None,
+    keep_last: int,
+) -> None:
+    """Writes `folder/step-NNNNNN` after `step` finished steps and removes all but the last `keep_last`."""
+    if distributed.rank() == 0:
+        with building(folder / f"step-{step:06d}") as target:
+            save_file(_plain(model.state_dict()), target / "model.safetensors")
+            save_file(_moments(model, optimizer), target / "optimizer.safetensors")
+            if extra:
+                save_file(_plain(extra), target / "extra.safetensors")
+            write_json(target / "state.json", {"schema": "mopdctl.train_state/1", "step": step})
+        for old in saved_steps(folder)[:-keep_last]:
+            shutil.rmtree(folder / f"step-{old:06d}")
+    distributed.barrier()
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the complete states in `folder`, ascending."""
+    return sorted(int(p.parent.name.removeprefix("step-")) for p in folder.glob("step-*/state.json"))
+
+
+def load_state(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, dict[str, Tensor]]:
+    """Restores the newest state in `folder`; returns its step and the extra tensors. (0, {}) if there is none."""
+    steps = saved_steps(folder)
+    if not steps:
+        return 0, {}
+    source = folder / f"step-{steps[-1]:06d}"
+    missing, unexpected = model.load_state_dict(load_file(source / "model.safetensors"), strict=False)
+    tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    if unexpected or set(missing) - tied:
+        raise ValueError(f"{source}: weights of another model ({[*missing, *unexpected][:3]} ...)")
+    moments = load_file(source / "optimizer.safetensors")
+    for name, parameter in model.named_parameters():
+        if f"{name}/step" in moments:
+            optimizer.state[parameter] = {
+                key: moments[f"{name}/{key}"].to(parameter.device)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+    extra = load_file(source / "extra.safetensors") if (source / "extra.safetensors").exists() else {}
+    return int(read_json(source / "state.json")["step"]), extra
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU copies, each storage once: a tied tensor is kept under its first name."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen and tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        found[name] = tensor.detach().cpu().contiguous().clone()
+    return found
+
+
+def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}/{key}": value.detach().cpu().contiguous().clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }

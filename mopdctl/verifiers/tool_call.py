@@ -1,0 +1,54 @@
+"""Tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, compared by name and arguments."""
+
+import re
+from typing import Any
+
+from mopdctl.verifiers.base import InvalidReferenceError, ParseError
+from mopdctl.verifiers.structured import parse_json
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def tool_call(response: str, reference: Any) -> tuple[float, str]:
+    """1 if the response makes exactly the calls of `reference["calls"]`, in order.
+
+    Arguments must have equal keys; numbers compare by value (`3` equals `3.0`, but not `true` and not `"3"`).
+    """
+    if not isinstance(reference, dict) or not isinstance(reference.get("calls"), list):
+        raise InvalidReferenceError("reference has no list 'calls'")
+    got = parse_tool_calls(response)
+    want = reference["calls"]
+    if len(got) != len(want):
+        return 0.0, f"{len(got)} calls instead of {len(want)}"
+    for mine, theirs in zip(got, want, strict=True):
+        if mine["name"] != theirs["name"]:
+            return 0.0, f"calls {mine['name']!r} instead of {theirs['name']!r}"
+        if not same_value(mine["arguments"], theirs["arguments"]):
+            return 0.0, f"arguments of {mine['name']!r} differ"
+    return 1.0, ""
+
+
+def parse_tool_calls(response: str) -> list[dict[str, Any]]:
+    """The calls in a response that holds nothing else. Raises ParseError for text around them or a malformed call."""
+    if _CALL.sub("", response).strip():
+        raise ParseError("text outside <tool_call>...</tool_call>")
+    calls = [parse_json(body) for body in _CALL.findall(response)]
+    if not calls:
+        raise ParseError("no tool call")
+    for call in calls:
+        if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
+            raise ParseError('a call needs exactly the keys "name" and "arguments"')
+    return calls
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """JSON equality with numbers compared by value; a boolean equals only a boolean."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return a == b
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,16 @@
+"""The domains of the tiny world. Each module has `make(values) -> Example`."""
+
+from collections.abc import Callable
+
+from mopdctl.world.domains import arithmetic, instructions, reading, structured, tools
+from mopdctl.world.examples import Example, Values
+
+DOMAINS: dict[str, Callable[[Values], Example]] = {
+    "arithmetic": arithmetic.make,
+    "instructions": instructions.make,
+    "structured": structured.make,
+    "tools": tools.make,
+    "reading": reading.make,
+}
+SPECIALIST_DOMAINS = ("arithmetic", "instructions", "structured", "tools")
+SELF_DOMAIN = "reading"

@@ -1,0 +1,79 @@
+"""One task of the tiny world, and the values it is made of."""
+
+import random
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+_CONSONANTS = "bdfgklmnprstvz"
+_VOWELS = "aeiou"
+SYLLABLES = [c + v for c in _CONSONANTS for v in _VOWELS]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt with its gold answer and what a verifier needs to check any other answer."""
+
+    domain: str
+    user: str
+    answer: str
+    """The gold answer as the model would write it."""
+    verifier: str
+    reference: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] | None = None
+    tool_call: dict[str, Any] | None = None
+    """The gold call; `answer` is then its text form in the chat template of this world."""
+
+    @property
+    def key(self) -> str:
+        """What makes the prompt distinct; the split into train, dev and test hangs on it alone."""
+        return f"{self.domain}|{self.user}"
+
+    def assistant(self) -> dict[str, Any]:
+        """The gold answer as a chat message."""
+        if self.tool_call is None:
+            return {"role": "assistant", "content": self.answer}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": self.tool_call}]}
+
+
+def is_novel(value: str) -> bool:
+    """Whether a word or number belongs to the eighth that no training prompt ever contains."""
+    return zlib.crc32(value.encode()) % 8 == 0
+
+
+class Values:
+    """Draws words and numbers: seen ones only, or (for test documents on unseen values) with novel ones among them."""
+
+    def __init__(self, rng: random.Random, *, novel: bool) -> None:
+        self.rng = rng
+        self._novel = novel
+        self.used_novel = False
+
+    def word(self) -> str:
+        """A word of two syllables, sometimes three."""
+        while True:
+            length = 3 if self.rng.random() < 0.2 else 2
+            word = "".join(self.rng.choice(SYLLABLES) for _ in range(length))
+            if self._accept(word):
+                return word
+
+    def words(self, count: int) -> list[str]:
+        """`count` different words."""
+        found: list[str] = []
+        while len(found) < count:
+            if (word := self.word()) not in found:
+                found.append(word)
+        return found
+
+    def number(self, low: int, high: int) -> int:
+        """An integer in [low, high], both included. One- and two-digit numbers are all seen."""
+        while True:
+            number = self.rng.randint(low, high)
+            if number < 100 or self._accept(str(number)):
+                return number
+
+    def _accept(self, value: str) -> bool:
+        if not is_novel(value):
+            return not self._novel or self.rng.random() < 0.5
+        self.used_novel |= self._novel
+        return self._novel
