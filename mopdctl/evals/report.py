@@ -92,7 +92,7 @@ def _below(table: Table) -> list[str]:
         lines.append("pooled recovery: none, because no row is ok")
     else:
         shown = f"gain {_points(pooled.gain, places)} over gap {_points(pooled.gap, places)}"
-        lines.append(f"pooled recovery: {pooled.recovery_pct} %{_bracket(pooled.ci)} ({shown}, {pooled.n_ok} ok rows)")
+        lines.append(f"pooled recovery: {pooled.recovery_pct} %{_bracket(pooled.ci)} ({shown}; ok rows: {pooled.n_ok})")
     if pooled.excluded:
         names = ", ".join(f"{_plain(name)} ({status})" for name, status in pooled.excluded)
         lines.append(f"not in the pooled figure: {names}")

@@ -1,0 +1,114 @@
+"""`mopdctl recovery` as its users run it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopdctl.evals.scores import write_scores
+from mopdctl.files import write_json
+from mopdctl.records import Score
+from mopdctl.runs import Workspace
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "recovery"
+NEMOTRON = ["--scores", str(GOLDEN / "nemotron_3_ultra_table5.csv"), "--before", "rlvr", "--after", "mopd2"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mopdctl", "recovery", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One benchmark of 40 documents: 10 right before, 25 after, 30 by the teacher, 20 by a merge."""
+    space = Workspace(tmp_path_factory.mktemp("recovery"))
+    identity = {"version": 1, "num_fewshot": 0, "prompt": "p", "generation": {}}
+    for name, right in [("rlvr", 10), ("mopd", 25), ("math", 30), ("merge", 20)]:
+        score = Score("gsm8k", "acc", "none", True, 100 * right / 40, None, 40, None, identity)
+        samples: list[dict[str, Any]] = [
+            {"benchmark": "gsm8k", "metric": "acc", "filter": "none", "doc_hash": f"{i}", "value": 100.0 * (i < right)}
+            for i in range(40)
+        ]
+        write_scores(space.evaluation(name), name, [score], samples)
+    teacher = {"model": "math", "kind": "rl", "domains": ["math"], "benchmarks": ["gsm8k"], "eval": "math"}
+    write_json(space.checkpoint("mopd") / "card.json", {"teachers": {"math": teacher}})
+    return space.root
+
+
+def test_a_published_table_as_text_markdown_and_json() -> None:
+    text, markdown, document = (run(*NEMOTRON, "--teacher", "teacher", *more) for more in ([], ["--md"], ["--json"]))
+    assert [done.returncode for done in (text, markdown, document)] == [0, 0, 0]
+    assert [done.stderr for done in (text, markdown, document)] == ["", "", ""]
+    assert "172.7  ok" in text.stdout
+    assert "| 172.7 | ok |" in markdown.stdout
+    assert json.loads(document.stdout)["rows"][0]["recovery_pct"] == 172.7
+    assert json.loads(document.stdout)["pooled"]["recovery_pct"] == 77.9
+
+
+def test_min_recovery_prints_the_result_and_then_ends_with_3() -> None:
+    assert run(*NEMOTRON, "--min-recovery", 77.9).returncode == 0
+    failed = run(*NEMOTRON, "--json", "--min-recovery", 78)
+    assert failed.returncode == 3
+    assert failed.stderr == "error: pooled recovery is 77.9 %; --min-recovery asks for 78 %\n"
+    assert json.loads(failed.stdout)["pooled"]["n_ok"] == 11
+
+
+def test_no_ok_row_counts_as_below() -> None:
+    done = run(*NEMOTRON, "--teacher", "rlvr", "--min-recovery", 0)
+    assert done.returncode == 3
+    assert done.stderr == "error: no pooled recovery, because no row is ok; --min-recovery asks for 0 %\n"
+
+
+def test_evaluations_with_intervals_and_a_control_twice_the_same_bytes(workspace: Path) -> None:
+    command = ("--workspace", workspace, "--before", "rlvr", "--after", "mopd", "--control", "merge", "--json")
+    first, second = run(*command), run(*command)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout == second.stdout
+    document = json.loads(first.stdout)
+    row = document["rows"][0]
+    assert (row["recovery_pct"], row["gain"], row["gap"], row["status"]) == (75.0, 37.5, 50.0, "ok")
+    assert row["ci_low"] < 75 < row["ci_high"] <= 100
+    assert row["gain_ci_low"] < 37.5 < row["gain_ci_high"]
+    assert (document["pooled"]["ci_low"], document["pooled"]["ci_high"]) == (row["ci_low"], row["ci_high"])
+    control = document["controls"][0]
+    assert (control["recovery_pct"], control["after_minus_control"]) == (50.0, 12.5)
+    assert control["ci_low"] < 12.5 < control["ci_high"]
+    assert run(*command, "--seed", 1).stdout != first.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--scores", "absent.csv"], "absent.csv: no such file; check the path"),
+        ([*NEMOTRON[:2], "--before", "rlrv", "--after", "mopd2"], "no column 'rlrv'; did you mean 'rlvr'?"),
+        ([*NEMOTRON, "--control", "merge"], "no column 'merge'; columns: benchmark, sft, rlvr, mopd1, mopd2, teacher"),
+        ([*NEMOTRON, "--json", "--md"], "--json and --md: choose one"),
+        ([*NEMOTRON, "--min-gap", "nan"], "--min-gap needs a number of 0 or more"),
+        (["--before", "rlvr"], "--before and --after: name two evaluations, or pass --scores FILE"),
+        (
+            ["--before", "rlvr", "--after", "mopd3"],
+            "evals/mopd3: no evaluation of that name (there are: math, merge, mopd",
+        ),
+        (
+            ["--before", "rlvr", "--after", "merge"],
+            "checkpoints/merge/card.json: names no teachers; pass --teachers FILE",
+        ),
+        (["--before", "../rlvr", "--after", "mopd"], "name '../rlvr': use 1-100 letters"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(workspace: Path, arguments: list[str], problem: str) -> None:
+    done = run("--workspace", workspace, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_begins_with_one_sentence_and_shows_two_examples() -> None:
+    shown = run("--help").stdout
+    assert "Show what each teacher passed on: (after - before) / (teacher - before)" in shown
+    assert shown.count("  mopdctl recovery --") == 2
