@@ -17,7 +17,9 @@ class TrainConfig(Strict):
     batch_size: int = Field(default=128, gt=0)
     """Prompts (SFT: conversations) per optimizer step, over all processes."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` updates hidden matrices with Muon, scaled to the size of AdamW's updates, and the rest with AdamW."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after warm-up: it stays, or falls to `final_learning_rate_share` of its peak."""
     final_learning_rate_share: float = Field(default=0.1, ge=0, le=1)

@@ -16,7 +16,7 @@ from mopdctl.runs import MetricsLog, Workspace, building, checkpoint_digest, loc
 from mopdctl.train import distributed
 from mopdctl.train.batch import MicroBatch, TrainSequence, cut
 from mopdctl.train.data import conversation_ids, read_rows, row_messages
-from mopdctl.train.optimizer import apply_step, build_optimizer, learning_rate
+from mopdctl.train.optimizer import build_optimizers, learning_rate
 from mopdctl.train.order import rows_of_step
 from mopdctl.train.state import load_state, save_state
 from mopdctl.train.step import TokenLoss, accumulate
@@ -53,8 +53,8 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
         if config.train.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
         rows = [placed for path in files for placed in read_rows(path)]
-        optimizer = build_optimizer(model.model, config.train)
-        step, _ = load_state(folder / "state", model.model, optimizer)
+        optimizers = build_optimizers(model, config.train)
+        step, _ = load_state(folder / "state", model.model, optimizers)
         log = MetricsLog(folder / "metrics.jsonl", next_step=step) if distributed.rank() == 0 else None
         for number in range(step, config.train.steps):
             began = time.perf_counter()
@@ -71,7 +71,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
                 device=model.device,
             )
             result = accumulate(model, micro_batches, cross_entropy)
-            norm = apply_step(optimizer, rate, config.train.max_grad_norm)
+            norm = optimizers.step(rate, config.train.max_grad_norm)
             metrics = {
                 "step": number,
                 "train/loss": result.loss,
@@ -84,7 +84,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
                 log.write(metrics)
             on_step(number + 1, metrics)
             if (number + 1) % config.train.checkpoint_every == 0 and number + 1 < config.train.steps:
-                save_state(folder / "state", number + 1, model.model, optimizer, keep_last=config.train.keep_last)
+                save_state(folder / "state", number + 1, model.model, optimizers, keep_last=config.train.keep_last)
         if distributed.rank() == 0:
             with building(target) as temporary:
                 model.save(temporary)

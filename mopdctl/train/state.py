@@ -13,13 +13,14 @@ from torch import Tensor
 from mopdctl.files import read_json, write_json
 from mopdctl.runs import building
 from mopdctl.train import distributed
+from mopdctl.train.optimizer import Optimizers
 
 
 def save_state(
     folder: Path,
     step: int,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     *,
     extra: dict[str, Tensor] | None = None,
     keep_last: int,
@@ -28,7 +29,7 @@ def save_state(
     if distributed.rank() == 0:
         with building(folder / f"step-{step:06d}") as target:
             save_file(_plain(model.state_dict()), target / "model.safetensors")
-            save_file(_moments(model, optimizer), target / "optimizer.safetensors")
+            save_file(_moments(model, optimizers), target / "optimizer.safetensors")
             if extra:
                 save_file(_plain(extra), target / "extra.safetensors")
             write_json(target / "state.json", {"schema": "mopdctl.train_state/1", "step": step})
@@ -43,7 +44,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def load_state(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    folder: Path, model: torch.nn.Module, optimizers: Optimizers
 ) -> tuple[int, dict[str, Tensor]]:
     """Restores the newest state in `folder`; returns its step and the extra tensors. (0, {}) if there is none."""
     steps = saved_steps(folder)
@@ -54,13 +55,14 @@ def load_state(
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     if unexpected or set(missing) - tied:
         raise ValueError(f"{source}: weights of another model ({[*missing, *unexpected][:3]} ...)")
-    moments = load_file(source / "optimizer.safetensors")
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, value in load_file(source / "optimizer.safetensors").items():
+        name, _, moment = key.rpartition("/")
+        moments.setdefault(name, {})[moment] = value
+    owner = {id(p): part for part in optimizers.parts for group in part.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        if f"{name}/step" in moments:
-            optimizer.state[parameter] = {
-                key: moments[f"{name}/{key}"].to(parameter.device)
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+        if name in moments:
+            owner[id(parameter)].state[parameter] = {k: v.to(parameter.device) for k, v in moments[name].items()}
     extra = load_file(source / "extra.safetensors") if (source / "extra.safetensors").exists() else {}
     return int(read_json(source / "state.json")["step"]), extra
 
@@ -77,9 +79,10 @@ def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _moments(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
     return {
         f"{name}/{key}": value.detach().cpu().contiguous().clone()
         for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for part in optimizers.parts
+        for key, value in part.state.get(parameter, {}).items()
     }

@@ -14,6 +14,8 @@ from mopdctl.world.domains import DOMAINS
 from mopdctl.world.examples import Example, Values
 
 TEST_SIZE = 500
+HARD_SHARE = 0.05
+"""Share of hard examples that the SFT mixture keeps."""
 
 
 def split_of(example: Example) -> str:
@@ -32,6 +34,14 @@ def generate(domain: str, split: str, *, seed: int | str, novel: bool = False) -
         values = Values(rng, novel=novel)
         example = DOMAINS[domain](values)
         if split_of(example) == split and values.used_novel == novel:
+            yield example
+
+
+def generate_mixture(domain: str, *, seed: int | str) -> Iterator[Example]:
+    """Training examples as a general SFT mixture has them: the easy half, and a few of the hard ones."""
+    rng = random.Random(f"mixture/{domain}/{seed}")
+    for example in generate(domain, "train", seed=f"mixture/{seed}"):
+        if example.basic or rng.random() < HARD_SHARE:
             yield example
 
 

@@ -5,8 +5,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-_CONSONANTS = "bdfgklmnprstvz"
-_VOWELS = "aeiou"
+_CONSONANTS = "bdfklmnt"
+_VOWELS = "aeio"
 SYLLABLES = [c + v for c in _CONSONANTS for v in _VOWELS]
 
 
@@ -20,6 +20,8 @@ class Example:
     """The gold answer as the model would write it."""
     verifier: str
     reference: dict[str, Any]
+    basic: bool = True
+    """Whether it belongs to the easy half of its domain, which is most of what the SFT mixture holds."""
     tools: tuple[dict[str, Any], ...] | None = None
     tool_call: dict[str, Any] | None = None
     """The gold call; `answer` is then its text form in the chat template of this world."""
@@ -50,9 +52,9 @@ class Values:
         self.used_novel = False
 
     def word(self) -> str:
-        """A word of two syllables, sometimes three."""
+        """A word of two syllables, sometimes three: 33,792 in all."""
         while True:
-            length = 3 if self.rng.random() < 0.2 else 2
+            length = 3 if self.rng.random() < 0.25 else 2
             word = "".join(self.rng.choice(SYLLABLES) for _ in range(length))
             if self._accept(word):
                 return word

@@ -1,6 +1,5 @@
 """The tokenizer of the tiny world: a byte-level BPE trained on its own prompts, with a chat template."""
 
-import json
 from itertools import islice
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -8,10 +7,11 @@ from transformers import PreTrainedTokenizerFast
 
 from mopdctl.world.data import generate
 from mopdctl.world.domains import DOMAINS
+from mopdctl.world.examples import SYLLABLES
 
 _SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 _MARKS = ["<tool_call>", "</tool_call>"]
-_VOCABULARY = 510
+_VOCABULARY = 502
 
 # Tools come first as one line each, `name(parameter:type,...)`; the assistant's part, end token included, lies inside
 # `generation`, which is what SFT trains on.
@@ -37,7 +37,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"[A-Za-z]+|[0-9]|[^A-Za-z0-9]+"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|[0-9]|[^A-Za-z0-9]+"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -62,11 +62,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _sample() -> list[str]:
-    texts = []
+    # Syllables alone, often enough that they are merged before anything that crosses their borders.
+    texts = [s for syllable in SYLLABLES for s in (syllable, syllable.upper())] * 3000
     for domain in DOMAINS:
         for example in islice(generate(domain, "train", seed="tokenizer"), 2000):
             texts.append(example.user)
             texts.append(example.answer)
-            if example.tools:
-                texts.append(json.dumps(example.tools))
     return texts

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mopdctl.world.domains import arithmetic, instructions, reading, structured, tools
+from mopdctl.world.domains import arithmetic, instructions, lookup, structured, tools
 from mopdctl.world.examples import Example, Values
 
 DOMAINS: dict[str, Callable[[Values], Example]] = {
@@ -10,7 +10,7 @@ DOMAINS: dict[str, Callable[[Values], Example]] = {
     "instructions": instructions.make,
     "structured": structured.make,
     "tools": tools.make,
-    "reading": reading.make,
+    "lookup": lookup.make,
 }
 SPECIALIST_DOMAINS = ("arithmetic", "instructions", "structured", "tools")
-SELF_DOMAIN = "reading"
+SELF_DOMAIN = "lookup"

@@ -1,4 +1,7 @@
-"""Tool calls: pick the right one of the tools on offer and fill in its arguments, by name and type."""
+"""Tool calls: pick the right one of the tools on offer and fill in its arguments, by name and type.
+
+The hard half states the arguments in another order than the tool's schema.
+"""
 
 import json
 from typing import Any
@@ -11,10 +14,10 @@ _PARAMETERS = {"place": "string", "person": "string", "title": "string", "days":
 
 
 def make(values: Values) -> Example:
-    """`Please book room: days 3, place kalo` with its tools -> `<tool_call>{"name": "book_room", ...}</tool_call>`."""
+    """`Please book room: days=3, place=kalo` with its tools -> `<tool_call>{"name": "book_room", ...}</tool_call>`."""
     rng = values.rng
     names: list[str] = []
-    while len(names) < 3:
+    while len(names) < 2:
         name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
         if name not in names:
             names.append(name)
@@ -26,10 +29,10 @@ def make(values: Values) -> Example:
     }
     stated = list(arguments)
     rng.shuffle(stated)
-    user = f"Please {chosen['name'].replace('_', ' ')}: " + ", ".join(f"{p} {arguments[p]}" for p in stated)
+    user = f"Please {chosen['name'].replace('_', ' ')}: " + ", ".join(f"{p}={arguments[p]}" for p in stated)
     call = {"name": chosen["name"], "arguments": arguments}
     answer = f"<tool_call>{json.dumps(call)}</tool_call>"
-    return Example("tools", user, answer, "tool_call", {"calls": [call]}, tools, call)
+    return Example("tools", user, answer, "tool_call", {"calls": [call]}, stated == list(arguments), tools, call)
 
 
 def _tool(name: str, parameters: list[str]) -> dict[str, Any]:
