@@ -18,6 +18,8 @@ class Prompt:
     reference: Any = None
     """What the verifier compares an answer with; None where nobody checks."""
     verifier: str | None = None
+    place: str = ""
+    """Where it was read, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)

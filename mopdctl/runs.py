@@ -68,6 +68,11 @@ def checkpoint_digest(folder: Path) -> str:
     return fingerprint({p.name: file_digest(p) for p in files})
 
 
+def model_identity(path: str) -> str:
+    """The digest of a local checkpoint, or the hub id as it is."""
+    return checkpoint_digest(Path(path)) if Path(path).is_dir() else path
+
+
 def read_card(folder: Path) -> dict[str, Any]:
     """The `card.json` of a checkpoint or evaluation; empty if the folder has none (not made by mopdctl)."""
     path = folder / "card.json"

@@ -24,7 +24,9 @@ class HFModel:
     `dtype`. Dropout is off throughout: the policy that is trained must be the policy that sampled.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, dtype: torch.dtype = torch.float32, batch_size: int = 256) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, dtype: torch.dtype = torch.float32, batch_size: int = 256
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
@@ -128,9 +130,7 @@ class HFModel:
                 past_key_values=cache,
                 use_cache=True,
             )
-        return [
-            Completion(tuple(t), tuple(p), reason) for t, p, reason in zip(tokens, logprobs, reasons, strict=True)
-        ]
+        return [Completion(tuple(t), tuple(p), reason) for t, p, reason in zip(tokens, logprobs, reasons, strict=True)]
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -150,7 +150,7 @@ class HFModel:
         return [found[i] for i in range(len(pairs))]
 
 
-def _choose(logits_BV: Tensor, randoms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # noqa: N803
+def _choose(logits_BV: Tensor, randoms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Token ids [B] and their log-probabilities [B] in the distribution sampled from, by inverse cumulative probability."""
     if temperature == 0:
         chosen = logits_BV.argmax(-1)

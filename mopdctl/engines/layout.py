@@ -63,8 +63,8 @@ def response_logits(model: Any, layout: Layout, *, vocab_size: int) -> Tensor:
     return logits[:, -(num_response + 1) : -1, :vocab_size]
 
 
-def token_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:  # noqa: N803
-    """log p(token) at temperature 1 over the last dimension, in float32 (float64 stays float64)."""
+def token_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    """Log p(token) at temperature 1 over the last dimension, in float32 (float64 stays float64)."""
     logits = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     picked = logits.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1)
     return picked - torch.logsumexp(logits, dim=-1)

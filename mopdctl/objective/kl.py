@@ -26,7 +26,7 @@ def kl_k3(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:  # noqa: N803 - dimension suffixes
+def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:
     """The exact reverse KL over the whole vocabulary, the last dimension.
 
         KL_t = sum_v p_theta(v | s_t) [ log p_theta(v | s_t) - log p_teacher(v | s_t) ]
@@ -42,10 +42,12 @@ def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:  # 
     return (policy_V.exp() * difference_V).sum(dim=-1)
 
 
-def entropy(logits_V: Tensor) -> Tensor:  # noqa: N803
+def entropy(logits_V: Tensor) -> Tensor:
     """The entropy of the distribution over the last dimension, in nats."""
     logprobs_V = torch.log_softmax(_at_least_float32(logits_V), dim=-1)
-    return -(logprobs_V.exp() * torch.where(torch.isneginf(logprobs_V), torch.zeros_like(logprobs_V), logprobs_V)).sum(-1)
+    return -(logprobs_V.exp() * torch.where(torch.isneginf(logprobs_V), torch.zeros_like(logprobs_V), logprobs_V)).sum(
+        -1
+    )
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -10,7 +10,12 @@ Reduction = Literal["token", "sequence"]
 
 
 def token_coefficients(
-    loss_tokens: Sequence[int], weights: Sequence[float], reduction: Reduction, *, total_tokens: int, total_sequences: int
+    loss_tokens: Sequence[int],
+    weights: Sequence[float],
+    reduction: Reduction,
+    *,
+    total_tokens: int,
+    total_sequences: int,
 ) -> list[float]:
     """One coefficient per sequence, shared by its loss tokens; the loss is the sum of coefficient times token loss.
 
@@ -35,7 +40,7 @@ def token_coefficients(
     return [weight / (n * total_sequences) if n else 0.0 for weight, n in zip(weights, loss_tokens, strict=True)]
 
 
-def first_non_finite(values_BT: Tensor, mask_BT: Tensor) -> tuple[int, int] | None:  # noqa: N803
+def first_non_finite(values_BT: Tensor, mask_BT: Tensor) -> tuple[int, int] | None:
     """Row and column of the first NaN or infinity at a position whose mask is not zero; None if there is none.
 
     Masked positions may hold anything: they never reach the loss.

@@ -101,12 +101,16 @@ def _length(sequence: TrainSequence) -> int:
     return len(sequence.prompt_ids) + len(sequence.response_ids)
 
 
-def _micro_batch(group: list[TrainSequence], coefficients: list[float], pad_id: int, device: torch.device) -> MicroBatch:
+def _micro_batch(
+    group: list[TrainSequence], coefficients: list[float], pad_id: int, device: torch.device
+) -> MicroBatch:
     layout = lay_out([s.prompt_ids for s in group], [s.response_ids for s in group], pad_id=pad_id, device=device)
     num_response = layout.response_BR.shape[1]
 
     def padded(rows: list[Sequence[float]]) -> Tensor:
-        return torch.tensor([[*row, *[0.0] * (num_response - len(row))] for row in rows], device=device, dtype=torch.float32)
+        return torch.tensor(
+            [[*row, *[0.0] * (num_response - len(row))] for row in rows], device=device, dtype=torch.float32
+        )
 
     active = padded([s.loss_mask for s in group]).bool() & layout.present_BR
     names = list(group[0].streams)

@@ -84,7 +84,9 @@ def conversation_ids(
     return ids, mask
 
 
-def prompt_token_ids(model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any]) -> list[int]:
+def prompt_token_ids(
+    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any]
+) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to write."""
     if model.tokenizer.chat_template is None:
         raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
@@ -98,7 +100,9 @@ def _mask_by_prefix(
     model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, place: str
 ) -> tuple[list[int], list[int]]:
     def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
-        text = model.tokenizer.apply_chat_template(list(part), tools=tools, tokenize=False, add_generation_prompt=prompt)
+        text = model.tokenizer.apply_chat_template(
+            list(part), tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
         return str(text)
 
     ids: list[int] = []

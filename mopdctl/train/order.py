@@ -10,9 +10,7 @@ from mopdctl.engines.base import stream_seed
 def rows_of_step(step: int, *, num_rows: int, batch_size: int, seed: int) -> list[int]:
     """Row numbers of optimizer step `step` (from 0). Every row is used once before any is used again."""
     first = step * batch_size
-    return [
-        int(_permutation(num_rows, i // num_rows, seed)[i % num_rows]) for i in range(first, first + batch_size)
-    ]
+    return [int(_permutation(num_rows, i // num_rows, seed)[i % num_rows]) for i in range(first, first + batch_size)]
 
 
 @lru_cache(maxsize=4)

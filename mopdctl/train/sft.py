@@ -12,7 +12,16 @@ from mopdctl.engines.hf import HFModel
 from mopdctl.engines.layout import token_logprobs
 from mopdctl.errors import InputError
 from mopdctl.files import file_digest, fingerprint
-from mopdctl.runs import MetricsLog, Workspace, building, checkpoint_digest, locked, open_run, write_card
+from mopdctl.runs import (
+    MetricsLog,
+    Workspace,
+    building,
+    checkpoint_digest,
+    locked,
+    model_identity,
+    open_run,
+    write_card,
+)
 from mopdctl.train import distributed
 from mopdctl.train.batch import MicroBatch, TrainSequence, cut
 from mopdctl.train.data import conversation_ids, read_rows, row_messages
@@ -24,7 +33,7 @@ from mopdctl.train.step import TokenLoss, accumulate
 OnStep = Callable[[int, dict[str, Any]], None]
 
 
-def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:  # noqa: N803 - dimension suffixes
+def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
     """-log p_theta(y_t), in nats."""
     loss_N = -token_logprobs(logits_NV, micro_batch.tokens_N)
     return TokenLoss(loss_N, {"sft/loss_nats": loss_N.detach()})
@@ -40,7 +49,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     start = workspace.resolve_model(config.model, relative_to=base)
     target = workspace.checkpoint(config.name)
     record = config.model_dump(mode="json") | {
-        "model": _identity(start),
+        "model": model_identity(start),
         "data": {path.name: file_digest(path) for path in files if path.exists()},
     }
     distributed.start()
@@ -106,15 +115,8 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     return target
 
 
-def _identity(start: str) -> str:
-    folder = Path(start)
-    return checkpoint_digest(folder) if folder.is_dir() else start
-
-
 def _sequence(model: HFModel, sample_id: str, place: str, row: dict[str, Any], config: SftConfig) -> TrainSequence:
-    ids, mask = conversation_ids(
-        model, row_messages(row, place), row.get("tools"), place=place, loss_on=config.loss_on
-    )
+    ids, mask = conversation_ids(model, row_messages(row, place), row.get("tools"), place=place, loss_on=config.loss_on)
     limit = min(config.max_length, model.max_length)
     if len(ids) > limit:
         raise InputError(f"{place}: {len(ids)} tokens, but at most {limit} fit; shorten or drop the row")

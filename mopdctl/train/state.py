@@ -43,9 +43,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(p.parent.name.removeprefix("step-")) for p in folder.glob("step-*/state.json"))
 
 
-def load_state(
-    folder: Path, model: torch.nn.Module, optimizers: Optimizers
-) -> tuple[int, dict[str, Tensor]]:
+def load_state(folder: Path, model: torch.nn.Module, optimizers: Optimizers) -> tuple[int, dict[str, Tensor]]:
     """Restores the newest state in `folder`; returns its step and the extra tensors. (0, {}) if there is none."""
     steps = saved_steps(folder)
     if not steps:

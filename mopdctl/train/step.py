@@ -89,7 +89,7 @@ def accumulate(
     return Accumulated(totals[0], counts, means, norms, streams)
 
 
-def _by_sample(values_N: Tensor, micro_batch: MicroBatch) -> dict[str, list[float]]:  # noqa: N803
+def _by_sample(values_N: Tensor, micro_batch: MicroBatch) -> dict[str, list[float]]:
     counts = micro_batch.active_BR.sum(-1).tolist()
     pieces = values_N.detach().float().cpu().split(counts)
     return {s.sample_id: piece.tolist() for s, piece in zip(micro_batch.sequences, pieces, strict=True)}

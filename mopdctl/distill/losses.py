@@ -1,0 +1,73 @@
+"""The two MOPD objectives as token losses for the shared loop. N loss-active tokens, V vocabulary."""
+
+import torch
+from torch import Tensor
+
+from mopdctl.config.teachers import DistillTrainConfig
+from mopdctl.distill.teachers import Teachers
+from mopdctl.engines.layout import response_logits, token_logprobs
+from mopdctl.objective.advantage import distillation_advantage
+from mopdctl.objective.correction import correction_weight, staleness_ratio
+from mopdctl.objective.kl import entropy, kl_k1, kl_k3, reverse_kl
+from mopdctl.objective.surrogate import clipped_surrogate
+from mopdctl.train.batch import MicroBatch
+from mopdctl.train.step import Algorithm, TokenLoss
+
+
+def sampled_token_loss(config: DistillTrainConfig) -> Algorithm:
+    """Minus the sampled-token objective: m_t c_t min(r_t A_t, clip(r_t) A_t). Needs `teacher_logprobs` in the batch.
+
+    Source: Nemotron 3 Ultra report, section 3.3.1, Eqs. 2-3.
+    """
+
+    def loss(logits_NV: Tensor, batch: MicroBatch) -> TokenLoss:
+        policy_N = token_logprobs(logits_NV, batch.tokens_N)
+        prox_N = batch.streams.get("prox_logprobs", policy_N.detach())
+        teacher_N = batch.streams["teacher_logprobs"]
+        weight_N, metrics = _correction(config, prox_N, batch)
+        advantage_N = distillation_advantage(teacher_N, prox_N, clip=config.advantage_clip)
+        surrogate_N, clipped_N = clipped_surrogate(
+            policy_N, prox_N, advantage_N, clip_low=config.clip_low, clip_high=config.clip_high
+        )
+        metrics |= _agreement(logits_NV, policy_N, teacher_N) | {"distill/clip_fraction": clipped_N}
+        return TokenLoss(-weight_N * surrogate_N, metrics)
+
+    return loss
+
+
+def exact_kl_loss(config: DistillTrainConfig, teachers: Teachers) -> Algorithm:
+    """The reverse KL from the routed teacher over the whole vocabulary, at each prefix that the student wrote.
+
+    m_t c_t weighs each prefix, as in the sampled form: it corrects for who sampled the prefix's last step. The teacher runs inside
+    the loss, so that its logits exist for one micro-batch at a time. Source: DeepSeek-V4 report, Eq. 29.
+    """
+
+    def loss(logits_NV: Tensor, batch: MicroBatch) -> TokenLoss:
+        teacher = teachers[batch.teacher_id]
+        with torch.no_grad(), teacher.computing():
+            teacher_BRV = response_logits(teacher.model, batch.layout, vocab_size=logits_NV.shape[-1])
+            teacher_NV = teacher_BRV[batch.active_BR]
+        policy_N = token_logprobs(logits_NV, batch.tokens_N)
+        prox_N = batch.streams.get("prox_logprobs", policy_N.detach())
+        teacher_N = token_logprobs(teacher_NV, batch.tokens_N)
+        weight_N, metrics = _correction(config, prox_N, batch)
+        kl_N = reverse_kl(logits_NV, teacher_NV)
+        metrics |= _agreement(logits_NV, policy_N, teacher_N) | {"distill/kl_exact_nats": kl_N.detach()}
+        return TokenLoss(weight_N * kl_N, metrics, {"teacher_logprobs": teacher_N})
+
+    return loss
+
+
+def _correction(config: DistillTrainConfig, prox_N: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    ratio_N = staleness_ratio(prox_N, batch.streams["behavior_logprobs"])
+    weight_N, mask_N = correction_weight(ratio_N, config.correction, config.correction_low, config.correction_high)
+    return weight_N, {"distill/kept_fraction": mask_N, "distill/staleness_ratio": ratio_N}
+
+
+def _agreement(logits_NV: Tensor, policy_N: Tensor, teacher_N: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {
+            "distill/kl_k1_nats": kl_k1(policy_N, teacher_N),
+            "distill/kl_k3_nats": kl_k3(policy_N, teacher_N),
+            "distill/entropy_nats": entropy(logits_NV),
+        }

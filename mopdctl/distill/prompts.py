@@ -1,0 +1,75 @@
+"""Prompts of a distillation run, and the strict rule that gives each exactly one teacher."""
+
+from collections import Counter
+from pathlib import Path
+
+from mopdctl.config.teachers import TeachersFile
+from mopdctl.errors import InputError
+from mopdctl.records import Prompt
+from mopdctl.train.data import read_rows, row_messages
+
+
+def read_prompts(path: Path, routing_keys: tuple[str, ...]) -> list[Prompt]:
+    """The prompts in a JSONL or Parquet file. Raises InputError naming the row for one that cannot be used."""
+    prompts = []
+    for number, (place, row) in enumerate(read_rows(path)):
+        for key in routing_keys:
+            if not isinstance(row.get(key), str):
+                raise InputError(f"{place}: no text in routing field {key!r}; every prompt needs one")
+        messages = row_messages(row, place)
+        if messages[-1]["role"] == "assistant":
+            raise InputError(f"{place}: the last message is the assistant's; a prompt ends before the answer")
+        tools = row.get("tools")
+        prompts.append(
+            Prompt(
+                prompt_id=str(row.get("id", number)),
+                messages=tuple(messages),
+                tools=tuple(tools) if tools else None,
+                routing={key: row[key] for key in routing_keys},
+                reference=row.get("reference"),
+                verifier=row.get("verifier"),
+                place=place,
+            )
+        )
+    prompt_id, count = Counter(p.prompt_id for p in prompts).most_common(1)[0]
+    if count > 1:
+        raise InputError(f"{path}: id {prompt_id!r} stands on {count} rows; ids must be unique")
+    return prompts
+
+
+def teacher_of(routing: dict[str, str], config: TeachersFile) -> str:
+    """The alias of the one teacher that serves a prompt. Raises InputError if none or several do."""
+    domain, effort = (*(routing[key] for key in config.routing_keys), None)[:2]
+    found = [
+        alias
+        for alias, teacher in config.teachers.items()
+        if domain in teacher.domains and (effort is None or not teacher.efforts or effort in teacher.efforts)
+    ]
+    where = " ".join(f"{key} {value!r}" for key, value in routing.items())
+    if not found:
+        known = sorted({d for t in config.teachers.values() for d in t.domains})
+        raise InputError(f"{where}: no teacher serves it; teachers serve {', '.join(known)}")
+    if len(found) > 1:
+        raise InputError(f"{where}: teachers {' and '.join(sorted(found))} both serve it; a prompt has one teacher")
+    return found[0]
+
+
+def route(prompts: list[Prompt], config: TeachersFile) -> dict[str, int]:
+    """Checks that every prompt has one teacher and every teacher a prompt; returns prompts per alias.
+
+    Raises InputError for the first prompt or teacher that breaks this, before anything is loaded.
+    """
+    counts = dict.fromkeys(config.teachers, 0)
+    for prompt in prompts:
+        if len(config.routing_keys) > 1 and config.efforts:
+            effort = prompt.routing[config.routing_keys[1]]
+            if effort not in config.efforts:
+                raise InputError(f"{prompt.place}: unknown effort {effort!r}; efforts: {', '.join(config.efforts)}")
+        try:
+            counts[teacher_of(prompt.routing, config)] += 1
+        except InputError as error:
+            raise InputError(f"{prompt.place}: {error}") from None
+    idle = [alias for alias, count in counts.items() if not count]
+    if idle:
+        raise InputError(f"teacher {idle[0]!r}: no prompt routes to it; remove it or add prompts of its domains")
+    return counts

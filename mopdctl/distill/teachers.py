@@ -1,0 +1,44 @@
+"""The teachers of a run: loaded once per checkpoint, compared with the student before the first step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopdctl.config.teachers import TeachersFile
+from mopdctl.engines.hf import HFModel
+from mopdctl.engines.tokenizers import differences, identify
+from mopdctl.errors import InputError
+from mopdctl.runs import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    """Frozen scorers by alias."""
+
+    by_alias: dict[str, HFModel]
+
+    def __getitem__(self, alias: str) -> HFModel:
+        return self.by_alias[alias]
+
+
+def load_teachers(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> Teachers:
+    """Loads every teacher. Raises InputError if one does not speak the student's tokens.
+
+    Aliases that name the same checkpoint in the same precision share one copy in memory. A teacher whose embedding is padded to
+    another size is fine: logits are cut to the real vocabulary.
+    """
+    loaded: dict[tuple[str, str], HFModel] = {}
+    by_alias = {}
+    own = identify(student)
+    for alias, teacher in config.teachers.items():
+        path = workspace.resolve_model(teacher.model, relative_to=base)
+        key = (str(Path(path).resolve()) if Path(path).exists() else path, teacher.dtype)
+        if key not in loaded:
+            loaded[key] = HFModel.load(path, dtype=teacher.dtype, batch_size=config.train.sampling_batch_size)
+            found = differences(own, identify(loaded[key]))
+            if found:
+                raise InputError(
+                    f"teacher {alias!r} ({teacher.model}): differs from student {config.student} in "
+                    f"{'; '.join(found)}; a teacher must read the student's tokens as the student wrote them"
+                )
+        by_alias[alias] = loaded[key]
+    return Teachers(by_alias)
