@@ -7,6 +7,7 @@ import torch
 
 from mopdctl.config.train import TrainConfig
 from mopdctl.engines.hf import HFModel
+from mopdctl.train.muon import Muon
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,7 @@ class Optimizers:
 
 
 def build_optimizers(model: HFModel, config: TrainConfig) -> Optimizers:
-    """AdamW, or Muon for hidden matrices and AdamW for the rest. Weight decay falls on matrices only.
-
-    Muon's updates are scaled to the root mean square of AdamW's (Moonshot AI, "Muon is scalable for LLM training",
-    2025), so that one learning rate serves both.
-    """
+    """AdamW, or Muon for hidden matrices and AdamW for the rest. Weight decay falls on matrices only."""
     named = sorted((n, p) for n, p in model.model.named_parameters() if p.requires_grad)
     outer = {id(m.weight) for m in (model.model.get_input_embeddings(), model.model.get_output_embeddings())}
     hidden = [p for _, p in named if p.ndim == 2 and id(p) not in outer] if config.optimizer == "muon" else []
@@ -55,11 +52,7 @@ def build_optimizers(model: HFModel, config: TrainConfig) -> Optimizers:
         )
     ]
     if hidden:
-        parts.append(
-            torch.optim.Muon(
-                hidden, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        parts.append(Muon(hidden, lr=config.learning_rate, weight_decay=config.weight_decay))
     return Optimizers(parts)
 
 

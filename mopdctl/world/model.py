@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-_HIDDEN, _LAYERS, _INTERMEDIATE, _HEADS = 128, 3, 320, 4
+_HIDDEN, _LAYERS, _INTERMEDIATE, _HEADS = 112, 3, 288, 4
 
 
 def write_initial_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> None:

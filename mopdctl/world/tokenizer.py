@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mopdctl.world.data import generate
 from mopdctl.world.domains import DOMAINS
-from mopdctl.world.examples import SYLLABLES
+from mopdctl.world.examples import SYLLABLES, Example
 
 _SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 _MARKS = ["<tool_call>", "</tool_call>"]
@@ -61,6 +61,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def _parameters(example: Example) -> list[tuple[str, dict[str, str]]]:
+    functions = [tool["function"] for tool in example.tools or ()]
+    return [item for function in functions for item in function["parameters"]["properties"].items()]
+
+
 def _sample() -> list[str]:
     # Syllables alone, often enough that they are merged before anything that crosses their borders.
     texts = [s for syllable in SYLLABLES for s in (syllable, syllable.upper())] * 3000
@@ -68,4 +73,5 @@ def _sample() -> list[str]:
         for example in islice(generate(domain, "train", seed="tokenizer"), 2000):
             texts.append(example.user)
             texts.append(example.answer)
+            texts += [f"{name}:{schema['type']}" for name, schema in _parameters(example)]
     return texts

@@ -1,6 +1,6 @@
 """Structured output: named fields to one JSON object. The longest answers of this world.
 
-The hard half has more than five fields.
+The hard half has a field with several values, which becomes an array.
 """
 
 import json
@@ -13,10 +13,18 @@ _NUMBER_FIELDS = ("age", "level", "score")
 
 
 def make(values: Values) -> Example:
-    """`JSON: name=kalo, age=41, city=bremi` -> `{"name": "kalo", "age": 41, "city": "bremi"}`."""
+    """`JSON: name=kalo, age=41, pet=bemi+tode` -> `{"name": "kalo", "age": 41, "pet": ["bemi", "tode"]}`."""
     rng = values.rng
-    fields = rng.sample(_WORD_FIELDS, rng.randint(2, 5)) + rng.sample(_NUMBER_FIELDS, rng.randint(1, 3))
+    words = rng.sample(_WORD_FIELDS, rng.randint(2, 4))
+    fields = words + rng.sample(_NUMBER_FIELDS, rng.randint(1, 3))
+    several = rng.choice(words) if rng.random() < 0.5 else None
     rng.shuffle(fields)
-    record: dict[str, Any] = {f: values.word() if f in _WORD_FIELDS else rng.randint(1, 99) for f in fields}
-    user = "JSON: " + ", ".join(f"{field}={value}" for field, value in record.items())
-    return Example("structured", user, json.dumps(record), "json_equal", {"value": record}, basic=len(fields) <= 5)
+    record: dict[str, Any] = {}
+    for field in fields:
+        if field == several:
+            record[field] = values.words(rng.randint(2, 3))
+        else:
+            record[field] = values.word() if field in words else rng.randint(1, 99)
+    stated = (f"{field}={'+'.join(v) if isinstance(v, list) else v}" for field, v in record.items())
+    user = "JSON: " + ", ".join(stated)
+    return Example("structured", user, json.dumps(record), "json_equal", {"value": record}, basic=several is None)
