@@ -1,4 +1,4 @@
-"""Reading what users write and writing files that appear whole.
+r"""Reading what users write and writing files that appear whole.
 
 Text is UTF-8, with or without a byte order mark. Lines end at the byte `\n` alone: `str.splitlines` would also cut at
 U+2028 and its kin, which are ordinary characters inside a JSON string.

@@ -24,7 +24,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled answer. `response_ids` are the sampled tokens as they came, the end token included if it was sampled."""
+    """One sampled answer: its tokens as they came, the end token included if it was sampled."""
 
     sample_id: str
     prompt_id: str

@@ -62,9 +62,8 @@ class Workspace:
 
 def checkpoint_digest(folder: Path) -> str:
     """The digest of a checkpoint's weights, configuration and tokenizer files, by name and content."""
-    files = sorted(
-        p for pattern in ("*.safetensors", "*.json", "*.jinja", "*.model") for p in folder.glob(pattern) if p.name != "card.json"
-    )
+    patterns = ("*.safetensors", "*.json", "*.jinja", "*.model")
+    files = sorted(p for pattern in patterns for p in folder.glob(pattern) if p.name != "card.json")
     return fingerprint({p.name: file_digest(p) for p in files})
 
 
@@ -151,7 +150,7 @@ def open_run(folder: Path, config: dict[str, Any]) -> None:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one line per step. Opening it at a step drops later lines, so that a resumed run has no doubles."""
+    """`metrics.jsonl`: one line per step. Opening it at a step drops later lines, so a resumed run has no doubles."""
 
     def __init__(self, path: Path, *, next_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str
     """The field names of the model that `path` leads to, following nested models, dicts and lists."""
     found: Any = model
     for part in path:
-        models = [m for m in _models_in(found)]
+        models = _models_in(found)
         found = next((m.model_fields[str(part)].annotation for m in models if str(part) in m.model_fields), found)
     return sorted({name for m in _models_in(found) for name in m.model_fields})
 

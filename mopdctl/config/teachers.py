@@ -21,7 +21,7 @@ class Teacher(Strict):
     efforts: list[str] = []
     """Values of the second routing key that it serves; empty serves all."""
     benchmarks: list[str] = []
-    """lm-eval tasks on which `recovery` compares the student with this teacher; empty takes the names of the domains."""
+    """lm-eval tasks on which `recovery` compares the student with this teacher; empty takes the domains' names."""
     weight: float = Field(default=1.0, gt=0)
     """lambda: the weight of its samples in the loss."""
     dtype: Dtype = "float32"
@@ -47,11 +47,11 @@ class DistillTrainConfig(TrainConfig):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; behaviour log-probabilities are those of the tempered distribution."""
     top_p: float = 1.0
-    """Must be 1: a truncated distribution gives tokens probability zero that the learner does not, and breaks the ratios."""
+    """Must be 1: a truncated distribution gives some tokens no probability, and breaks the importance ratios."""
     sampling_batch_size: int = Field(default=256, gt=0)
     """Answers sampled or scored at the same time."""
     objective: Literal["sampled", "exact"] = "sampled"
-    """`sampled`: policy gradient on the sampled token (Nemotron 3 Ultra Eq. 3). `exact`: reverse KL over the vocabulary."""
+    """`sampled`: policy gradient on the sampled token. `exact`: reverse KL over the whole vocabulary."""
     staleness: Literal[0, 1] = 0
     """1 samples from the weights before the last step, as an asynchronous sampler would."""
     inner_steps: int = Field(default=1, gt=0)
@@ -69,7 +69,7 @@ class DistillTrainConfig(TrainConfig):
     advantage_clip: float | None = Field(default=None, gt=0)
     """Bound on the distillation advantage in nats, on both sides; None leaves it free."""
     loss_reduction: Literal["token", "sequence"] = "token"
-    """`token`: mean over all loss tokens. `sequence`: mean over answers of their own mean; short answers count as much as long ones."""
+    """`token`: mean over all loss tokens. `sequence`: mean over answers of each one's mean: all count the same."""
     grad_share_every: int = Field(default=10, gt=0)
     """Steps between measurements of each teacher's share of the gradient."""
     warm_start: Literal["none", "merge"] = "none"

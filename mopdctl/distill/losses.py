@@ -38,8 +38,8 @@ def sampled_token_loss(config: DistillTrainConfig) -> Algorithm:
 def exact_kl_loss(config: DistillTrainConfig, teachers: Teachers) -> Algorithm:
     """The reverse KL from the routed teacher over the whole vocabulary, at each prefix that the student wrote.
 
-    m_t c_t weighs each prefix, as in the sampled form: it corrects for who sampled the prefix's last step. The teacher runs inside
-    the loss, so that its logits exist for one micro-batch at a time. Source: DeepSeek-V4 report, Eq. 29.
+    m_t c_t weighs each token, as in the sampled form. The teacher runs inside the loss, so that its logits exist for
+    one micro-batch at a time. Source: DeepSeek-V4 report, Eq. 29.
     """
 
     def loss(logits_NV: Tensor, batch: MicroBatch) -> TokenLoss:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mopdctl.config.teachers import TeachersFile
+from mopdctl.config.teachers import Effort, TeachersFile
 from mopdctl.distill.prompts import teacher_of
 from mopdctl.engines.base import Sampler, SampleRequest, stream_seed
 from mopdctl.engines.hf import HFModel
@@ -58,13 +58,13 @@ class PromptBook:
             budget = self.budget(prompt)
             if len(ids) + budget > self._student.max_length:
                 raise InputError(
-                    f"{prompt.place}: prompt of {len(ids)} tokens and an answer of up to {budget} do not fit into the model's "
-                    f"{self._student.max_length}; shorten the prompt or lower max_new_tokens"
+                    f"{prompt.place}: prompt of {len(ids)} tokens and an answer of up to {budget} do not fit into the "
+                    f"model's context of {self._student.max_length}; shorten the prompt or lower max_new_tokens"
                 )
             self._ids[row] = tuple(ids)
         return self._ids[row]
 
-    def _effort(self, prompt: Prompt):  # type: ignore[no-untyped-def]
+    def _effort(self, prompt: Prompt) -> Effort | None:
         keys = self._config.routing_keys
         return self._config.efforts.get(prompt.routing[keys[1]]) if len(keys) > 1 else None
 

@@ -76,7 +76,7 @@ def run_distill(
     """Distils the teachers into the student and writes the checkpoint `config.name`; returns its folder.
 
     All input is checked before the first step. A killed run goes on from its last state and repeats the steps since then
-    exactly; a finished one is left as it is. `base` is the folder that relative paths in the configuration start from.
+    exactly; a finished one is left as it is. `base` is the folder that relative paths start from.
     """
     train = config.train
     plan_distill(config, workspace, base=base)

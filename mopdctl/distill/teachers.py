@@ -23,8 +23,8 @@ class Teachers:
 def load_teachers(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> Teachers:
     """Loads every teacher. Raises InputError if one does not speak the student's tokens.
 
-    Aliases that name the same checkpoint in the same precision share one copy in memory. A teacher whose embedding is padded to
-    another size is fine: logits are cut to the real vocabulary.
+    Aliases that name the same checkpoint in the same precision share one copy in memory. A teacher whose embedding is
+    padded to another size is fine: logits are cut to the real vocabulary.
     """
     loaded: dict[tuple[str, str], HFModel] = {}
     by_alias = {}

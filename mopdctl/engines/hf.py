@@ -151,7 +151,7 @@ class HFModel:
 
 
 def _choose(logits_BV: Tensor, randoms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their log-probabilities [B] in the distribution sampled from, by inverse cumulative probability."""
+    """Token ids [B] by inverse cumulative probability, and their log-probabilities [B] in the distribution sampled."""
     if temperature == 0:
         chosen = logits_BV.argmax(-1)
         return chosen, torch.zeros_like(chosen, dtype=torch.float32)

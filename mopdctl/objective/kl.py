@@ -31,8 +31,8 @@ def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:
 
         KL_t = sum_v p_theta(v | s_t) [ log p_theta(v | s_t) - log p_teacher(v | s_t) ]
 
-    The gradient flows through the policy alone. A teacher probability of zero where the policy has mass gives +inf, as it should;
-    a policy probability of zero contributes zero. Computed in float32 or wider.
+    The gradient flows through the policy alone. A teacher probability of zero where the policy has mass gives +inf, as
+    it should; a policy probability of zero contributes zero. Computed in float32 or wider.
 
     Source: DeepSeek-V4 report, section 5.1.2, Eq. 29; Nemotron 3 Ultra report, Eq. 1, at each student prefix.
     """

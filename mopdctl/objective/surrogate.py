@@ -21,8 +21,8 @@ def clipped_surrogate(
         clip_high: eps above 1, greater than 0.
 
     Returns:
-        (J, clipped): J in float32 with gradient; clipped is 1.0 where the clipped branch is the smaller one, so that the
-        token has no gradient.
+        (J, clipped): J in float32 with gradient; clipped is 1.0 where the clipped branch is the smaller one, and the
+        token so has no gradient.
 
     Source: Nemotron 3 Ultra report, section 3.3.1, Eq. 3 without m_t c_t, which the caller multiplies.
     """

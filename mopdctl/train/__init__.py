@@ -1,1 +1,1 @@
-"""The one training loop, blind to the algorithm: SFT, RL and MOPD differ in the token losses and streams they feed it."""
+"""The one training loop, blind to the algorithm: SFT and MOPD differ in the token losses and streams they feed it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,8 +60,8 @@ def cut(
 ) -> list[MicroBatch]:
     """Cuts the sequences that this rank has of one optimizer step into micro-batches of one teacher each.
 
-    Within a teacher, sequences of similar length go together. At least `num_micro_batches` come out where there are so many
-    sequences, shared among the teachers by their tokens. The coefficients count all ranks.
+    Within a teacher, sequences of similar length go together. At least `num_micro_batches` come out where there are
+    so many sequences, shared among the teachers by their tokens. The coefficients count all ranks.
     """
     counts = [sum(s.loss_mask) for s in sequences]
     total_tokens, total_sequences = sum_over_ranks(sum(counts), len(sequences))
@@ -93,7 +94,7 @@ def _groups(sequences: Sequence[TrainSequence], num_micro_batches: int) -> list[
         members = sorted(by_teacher[teacher], key=lambda s: (_length(s), s.sample_id))
         pieces = min(len(members), max(1, -(-num_micro_batches * sum(map(_length, members)) // max(total, 1))))
         edges = [len(members) * i // pieces for i in range(pieces + 1)]
-        groups += [members[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        groups += [members[a:b] for a, b in pairwise(edges)]
     return groups
 
 
@@ -118,9 +119,8 @@ def _micro_batch(
     for name in names:
         for sequence in group:
             if len(sequence.streams[name]) != len(sequence.response_ids):
-                raise ValueError(
-                    f"sample {sequence.sample_id}: {len(sequence.streams[name])} {name} for {len(sequence.response_ids)} tokens"
-                )
+                got, want = len(sequence.streams[name]), len(sequence.response_ids)
+                raise ValueError(f"sample {sequence.sample_id}: {got} {name} for {want} tokens")
         streams[name] = padded([s.streams[name] for s in group])[active]
     spread = torch.tensor(coefficients, device=device, dtype=torch.float32).unsqueeze(-1).expand_as(active)
     return MicroBatch(group, layout, active, layout.response_BR[active], spread[active], streams)

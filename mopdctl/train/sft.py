@@ -39,11 +39,17 @@ def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
     return TokenLoss(loss_N, {"sft/loss_nats": loss_N.detach()})
 
 
+def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path) -> dict[str, Any]:
+    """Everything that can be checked without loading the model. Writes nothing."""
+    rows = [read_rows(base / path) for path in config.data]
+    return {"model": workspace.resolve_model(config.model, relative_to=base), "rows": sum(map(len, rows))}
+
+
 def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnStep = lambda step, row: None) -> Path:
     """Trains `config.model` on its conversations and writes the checkpoint `config.name`; returns its folder.
 
-    A run that was killed goes on from its last state. A finished one is left as it is. `base` is the folder that relative paths
-    in the configuration start from. Raises InputError before the first step for unusable data.
+    A run that was killed goes on from its last state. A finished one is left as it is. `base` is the folder that
+    relative paths start from. Raises InputError before the first step for unusable data.
     """
     files = [base / path for path in config.data]
     start = workspace.resolve_model(config.model, relative_to=base)

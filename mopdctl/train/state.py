@@ -1,6 +1,6 @@
 """Resumable training state: weights, optimizer moments and the step, in safetensors and JSON, never pickle.
 
-Random streams hang on seed, step and sample id alone, so they need no state. A state folder appears whole or not at all.
+Random streams hang on seed, step and sample id alone, so they need no state. A state folder appears whole or not.
 """
 
 import shutil

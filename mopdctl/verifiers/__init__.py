@@ -1,4 +1,4 @@
-"""Scorers of answers against references: one interface, `verify(name, response, reference)`, for training and evaluation."""
+"""Scorers of answers against references, for training and evaluation: `verify(name, response, reference)`."""
 
 from mopdctl.verifiers.base import Verdict, VerdictState
 from mopdctl.verifiers.registry import VERIFIERS, verify

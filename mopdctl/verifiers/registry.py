@@ -21,7 +21,7 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def verify(name: str, response: str, reference: Any) -> Verdict:
-    """Scores one response. Raises KeyError for an unknown verifier; a bad response or reference is a state, not an error."""
+    """Scores one response. KeyError for an unknown verifier; a bad response or reference is a state, not an error."""
     verifier = VERIFIERS[name]
     try:
         reward, detail = verifier.check(response, reference)

@@ -10,7 +10,7 @@ _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
 
 
 def json_equal(response: str, reference: Any) -> tuple[float, str]:
-    """1 if the response is JSON equal to `reference["value"]`: key order is free, `1`, `1.0` and `true` differ from each other.
+    """1 if the response is JSON equal to `reference["value"]`: key order is free; `1`, `1.0` and `true` all differ.
 
     One Markdown fence around the document is allowed. Duplicate keys and trailing text are parse errors.
     """

@@ -1,1 +1,1 @@
-"""The tiny world of the quickstart: verifiable domains, generators of prompts, a tokenizer and models small enough for a laptop."""
+"""The tiny world of the quickstart: verifiable domains, prompts without end, and models small enough for a laptop."""

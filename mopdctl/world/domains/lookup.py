@@ -1,4 +1,4 @@
-"""Lookup: one item of a list by its place. The domain that no specialist serves: a frozen copy of the student teaches it."""
+"""Lookup: one item of a list by its place. No specialist serves it: a frozen copy of the student teaches it."""
 
 from mopdctl.world.examples import Example, Values
 

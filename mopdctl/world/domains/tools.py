@@ -1,4 +1,4 @@
-"""Tool calls: pick the right one of the tools on offer and fill in its arguments, each in the type that its schema asks for.
+"""Tool calls: pick the right tool and fill in its arguments, each in the type that its schema asks for.
 
 The hard half has a tool that wants a number as text.
 """

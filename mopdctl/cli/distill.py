@@ -1,0 +1,70 @@
+"""`mopdctl distill`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
+from mopdctl.cli.output import result, result_json, stdout_reserved
+from mopdctl.cli.training import step_progress
+from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+
+
+def distill(
+    teachers: Annotated[Path, typer.Option("--teachers", help="The teachers.yaml: student, prompts, teachers, train.")],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint to make.")] = None,
+    student: Annotated[str | None, typer.Option("--student", help="Checkpoint to start from.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="JSONL or Parquet file of prompts.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Prompts per step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak learning rate.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", min=0, help="Steps between held-out scorings (train.eval_prompts).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of data order and sampling.")] = None,
+    settings: SetOption = None,
+    workspace: WorkspaceOption = DEFAULT_WORKSPACE,
+    as_json: JsonOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Merge teachers into a student: it writes, and the one teacher of each prompt's domain weighs every token.
+
+    \b
+    All that the run needs is in the file:
+      mopdctl distill --teachers teachers.yaml
+    A trial of three steps under another name:
+      mopdctl distill --teachers teachers.yaml --steps 3 --batch-size 16 --name trial
+
+    A run that was killed goes on where it was when the same command is given again: same prompts, same answers, same
+    losses. On several GPUs: torchrun --nproc-per-node 8 -m mopdctl distill --teachers teachers.yaml
+    """
+    from mopdctl.config.overrides import load_with_overrides
+    from mopdctl.config.teachers import TeachersFile
+    from mopdctl.runs import Workspace
+
+    flags = {
+        "name": name,
+        "student": student,
+        "prompts": str(prompts.resolve()) if prompts else None,
+        "train.steps": steps,
+        "train.batch_size": batch_size,
+        "train.learning_rate": learning_rate,
+        "train.eval_every": eval_every,
+        "train.seed": seed,
+    }
+    config = load_with_overrides(TeachersFile, teachers, flags, settings or [])
+    place = Workspace(workspace)
+    place.checkpoint(config.name)
+    prepare_runtime()
+    with stdout_reserved():
+        from mopdctl.distill.run import plan_distill, run_distill
+
+        quiet_libraries()
+        document = plan_distill(config, place, base=teachers.parent)
+        if not dry_run:
+            target = run_distill(
+                config, place, base=teachers.parent, on_step=step_progress(config.name, config.train.steps)
+            )
+            document["checkpoint"] = str(target)
+    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))

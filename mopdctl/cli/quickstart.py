@@ -1,0 +1,124 @@
+"""`mopdctl quickstart`."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
+from mopdctl.cli.output import note, result, result_json, stdout_reserved
+from mopdctl.cli.training import step_progress
+from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+
+
+def quickstart(
+    workspace: WorkspaceOption = DEFAULT_WORKSPACE,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, order and sampling.")] = 0,
+    as_json: JsonOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Live the whole story on tiny models, in minutes on a CPU: specialists, two rounds of MOPD, controls, the proof.
+
+    \b
+    In ./workspace:
+      mopdctl quickstart
+    With other data and another place:
+      mopdctl quickstart --seed 1 --workspace /tmp/world-1
+
+    Each stage prints the command that does the same. Killed, it goes on where it was when it is started again.
+    """
+    prepare_runtime()
+    from mopdctl.runs import Workspace, locked, open_run
+    from mopdctl.world.recipe import Recipe
+
+    place, recipe, began = Workspace(workspace), Recipe(), time.monotonic()
+    with stdout_reserved():
+        from mopdctl.world.story import AFTER, BEFORE, CONTROLS, see_saw, stages
+
+        quiet_libraries()
+        if dry_run:
+            document = _plan(place, recipe, seed)
+        else:
+            with locked(place.run("quickstart")):
+                open_run(place.run("quickstart"), {"seed": seed, "recipe": recipe.model_dump(mode="json")})
+                _prepare(place, recipe, seed)
+                for stage in stages(place, recipe):
+                    note(f"\n# {stage.what}\n$ {stage.command}")
+                    stage.run(step_progress("step", stage.steps))
+            table = _table(place, BEFORE, AFTER, CONTROLS)
+            document = {
+                "schema": "mopdctl.quickstart/1",
+                "workspace": str(place.root),
+                "seed": seed,
+                "seconds": round(time.monotonic() - began, 1),
+                "recovery": table["json"],
+                "scores": see_saw(place),
+            }
+    if as_json:
+        result_json(document)
+    elif dry_run:
+        result("\n".join(f"# {stage['what']}\n$ {stage['command']}" for stage in document["stages"]))
+    else:
+        controls = " ".join(f"--control {name}" for name in CONTROLS)
+        where = "" if place.root == DEFAULT_WORKSPACE else f" --workspace {place.root}"
+        result("\n".join(_scores(document["scores"])))
+        note(f"\n$ mopdctl recovery --before {BEFORE} --after {AFTER} {controls}{where}")
+        result("\n" + table["text"])
+        note(f"\n{document['seconds']:.0f} s")
+
+
+def _prepare(place: Any, recipe: Any, seed: int) -> None:
+    """Writes the world once; a marker says that all of it is there."""
+    from mopdctl.files import write_json
+    from mopdctl.world.files import write_world
+
+    marker = place.root / "configs" / ".complete.json"
+    if not marker.exists():
+        note(f"# the tiny world: base model, data and configurations in {place.root}")
+        write_world(place, recipe, seed)
+        write_json(marker, {"seed": seed})
+
+
+def _plan(place: Any, recipe: Any, seed: int) -> dict[str, Any]:
+    """The stages of a quickstart, from configurations that are written to a temporary folder only."""
+    import tempfile
+
+    from mopdctl.runs import Workspace
+    from mopdctl.world.files import write_configs
+    from mopdctl.world.story import stages
+
+    where = "" if place.root == DEFAULT_WORKSPACE else f" --workspace {place.root}"
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Workspace(Path(folder))
+
+        def shown(command: str) -> str:
+            return command.replace(f" --workspace {folder}", where).replace(folder, str(place.root))
+
+        write_configs(scratch, recipe, seed)
+        planned = [{"what": s.what, "command": shown(s.command), "steps": s.steps} for s in stages(scratch, recipe)]
+    return {"schema": "mopdctl.quickstart_plan/1", "workspace": str(place.root), "seed": seed, "stages": planned}
+
+
+def _table(place: Any, before: str, after: str, controls: tuple[str, ...]) -> dict[str, Any]:
+    from decimal import Decimal
+
+    from mopdctl.evals import report
+    from mopdctl.evals.bootstrap import add_intervals
+    from mopdctl.evals.pairing import pair_evaluations
+    from mopdctl.evals.recovery import recover
+
+    entries, notes = pair_evaluations(place, before=before, after=after, teachers=None, controls=controls)
+    table = recover(entries, min_gap=Decimal(1), control_names=controls, notes=notes)
+    table = add_intervals(table, entries, seed=0, resamples=10_000)
+    return {"json": report.to_json(table), "text": report.to_text(table)}
+
+
+def _scores(scores: dict[str, dict[str, float | None]]) -> list[str]:
+    """The see-saw: what each model scores in each domain."""
+    domains = list(scores["student"])
+    lines = ["scores (0-100)".ljust(18) + "".join(domain.rjust(14) for domain in domains)]
+    for name, row in scores.items():
+        cells = ("-" if row.get(d) is None else f"{row[d]:.1f}" for d in domains)
+        lines.append(name.ljust(18) + "".join(cell.rjust(14) for cell in cells))
+    return lines
