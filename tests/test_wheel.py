@@ -67,6 +67,20 @@ def test_installed_command_answers_from_elsewhere(installed: Path, tmp_path: Pat
     assert "recovery" in run("-m", "mopdctl", "--help", cwd=tmp_path, PYTHONPATH=str(installed))
 
 
+def test_installed_tasks_find_their_documents_from_elsewhere(installed: Path, tmp_path: Path) -> None:
+    code = """
+import json
+from lm_eval.tasks import TaskManager
+from mopdctl.runs import shipped
+manager = TaskManager(include_path=str(shipped("tasks")), include_defaults=False)
+loaded = manager.load(manager.all_subtasks)["tasks"]
+print(json.dumps({name: len(task.eval_docs) for name, task in loaded.items()}))
+"""
+    found = json.loads(run("-c", code, cwd=tmp_path, PYTHONPATH=str(installed)))
+    assert set(found.values()) == {500}
+    assert set(found) == {path.stem for path in (ROOT / "tasks").glob("*/*.yaml")}
+
+
 def test_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
