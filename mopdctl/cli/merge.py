@@ -23,8 +23,8 @@ def merge(
     \b
     Student plus 0.3 times the sum of what each teacher changed:
       mopdctl merge --teachers teachers.yaml --scale 0.3 --name merge
-    Then see how it compares:
-      mopdctl recovery --before rlvr --after mopd2 --control merge
+    A weaker merge, as a place to look for the best scale:
+      mopdctl merge --teachers teachers.yaml --scale 0.1 --name merge-01
     """
     from mopdctl.config.teachers import load_teachers
     from mopdctl.errors import InputError

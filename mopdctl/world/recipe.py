@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from mopdctl.config.base import Strict
 
 
@@ -11,16 +13,22 @@ class Recipe(Strict):
     student_steps: int = 60
     student_batch: int = 128
     student_rate: float = 3e-3
-    mixture_weights: dict[str, int] = {"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
+    mixture_weights: dict[str, int] = Field(
+        default={"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
+    )
     """Rows of each domain in the SFT mixture, in proportion: short answers need more rows to weigh as much."""
-    specialist_steps: dict[str, int] = {"arithmetic": 150, "instructions": 50, "structured": 50, "tools": 60}
+    specialist_steps: dict[str, int] = Field(
+        default={"arithmetic": 150, "instructions": 50, "structured": 50, "tools": 60}
+    )
     specialist_batch: int = 64
     specialist_rate: float = 1e-3
     refork: tuple[str, ...] = ("arithmetic", "tools")
     """Domains whose specialist is trained again from `mopd1`."""
-    refork_steps: dict[str, int] = {"arithmetic": 100, "tools": 50}
+    refork_steps: dict[str, int] = Field(default={"arithmetic": 100, "tools": 50})
     mopd_batch: int = 96
-    prompt_weights: dict[str, int] = {"arithmetic": 2, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
+    prompt_weights: dict[str, int] = Field(
+        default={"arithmetic": 2, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
+    )
     """Prompts of each domain for MOPD, in proportion."""
     mopd1_steps: int = 70
     mopd2_steps: int = 70
