@@ -1,0 +1,107 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopdctl.verifiers import Verdict, VerdictState, verify
+
+
+def outcome(verdict: Verdict) -> tuple[str, float | None]:
+    return str(verdict.state), verdict.reward
+
+
+RIGHT, WRONG = ("ok", 1.0), ("ok", 0.0)
+UNREADABLE, UNUSABLE = ("parse_error", None), ("invalid_reference", None)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("New York", "New York", RIGHT),
+        ("  New \n\t York\n", "New York", RIGHT),
+        ("New York", "  New   York ", RIGHT),
+        ("new york", "New York", WRONG),
+        ("NewYork", "New York", WRONG),
+        ("New York.", "New York", WRONG),
+        ("", "New York", WRONG),
+        ("42", 42, RIGHT),
+        ("42.0", 42, WRONG),
+    ],
+)
+def test_exact_match_ignores_whitespace_and_nothing_else(
+    response: str, answer: object, expected: tuple[str, float]
+) -> None:
+    assert outcome(verify("exact_match", response, {"answer": answer})) == expected
+
+
+def test_exact_match_names_what_was_expected() -> None:
+    assert verify("exact_match", "a", {"answer": "b"}).detail == "expected 'b'"
+    assert verify("exact_match", "b", {"answer": "b"}).detail == ""
+
+
+@pytest.mark.parametrize("reference", [{}, {"value": 1}, None, "b", ["answer"], {"answer": None}, {"answer": {"a": 1}}])
+def test_exact_match_without_a_usable_answer_blames_the_reference(reference: object) -> None:
+    assert outcome(verify("exact_match", "None", reference)) == UNUSABLE
+
+
+@given(st.integers(-(10**29), 10**29), st.sampled_from(["", " ", "\n", "\t "]))
+def test_integer_accepts_the_very_number_in_any_spelling(number: int, space: str) -> None:
+    for text in (f"{number}", f"{space}{number}{space}", f"+{number}" if number >= 0 else f"{number}"):
+        assert outcome(verify("integer", text, {"answer": number})) == RIGHT
+    assert outcome(verify("integer", str(number), {"answer": str(number)})) == RIGHT
+    assert outcome(verify("integer", str(number), {"answer": number + 1})) == WRONG
+
+
+@pytest.mark.parametrize("response", ["007", "7", "+7", " 7\n"])
+def test_integer_compares_values(response: str) -> None:
+    assert outcome(verify("integer", response, {"answer": 7})) == RIGHT
+    assert outcome(verify("integer", response, {"answer": -7})) == WRONG
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        " ",
+        "-",
+        "7.",
+        "7.0",
+        "7e0",
+        "0x7",
+        "7 7",
+        "1_000",
+        "1,000",
+        "the answer is 7",
+        "7 apples",
+        "**7**",
+        "- 7",
+        "\u0667",  # Arabic-Indic seven
+        "\uff17",  # fullwidth seven
+        "\u00b2",  # superscript two
+        "\u22127",  # minus sign that is not a hyphen
+        "\u00a07",  # no-break space
+        "7" * 31,
+        "1" * 10_000,
+    ],
+)
+def test_integer_reads_nothing_but_one_ascii_integer(response: str) -> None:
+    assert outcome(verify("integer", response, {"answer": 7})) == UNREADABLE
+
+
+@pytest.mark.parametrize("answer", ["seven", "", None, [7], 7.5, float("inf"), float("nan"), True, "\u0667", "7.0"])
+def test_integer_with_an_answer_that_is_no_integer_blames_the_reference(answer: object) -> None:
+    for response in ("7", "1"):
+        assert outcome(verify("integer", response, {"answer": answer})) == UNUSABLE
+
+
+def test_a_bad_reference_is_blamed_before_an_unreadable_response() -> None:
+    assert outcome(verify("integer", "seven", {})) == UNUSABLE
+
+
+def test_an_unknown_verifier_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="no_such"):
+        verify("no_such", "a", {"answer": "a"})
+
+
+def test_a_verdict_says_who_gave_it() -> None:
+    verdict = verify("exact_match", "a", {"answer": "a"})
+    assert verdict == Verdict(VerdictState.OK, 1.0, "exact_match", 1)
