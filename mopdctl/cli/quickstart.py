@@ -8,8 +8,7 @@ import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
 from mopdctl.cli.output import note, result, result_json, stdout_reserved
-from mopdctl.cli.training import step_progress
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime
 
 
 def quickstart(
@@ -28,44 +27,57 @@ def quickstart(
 
     Each stage prints the command that does the same. Killed, it goes on where it was when it is started again.
     """
-    prepare_runtime()
     from mopdctl.runs import Workspace, locked, open_run
     from mopdctl.world.recipe import Recipe
 
     place, recipe, began = Workspace(workspace), Recipe(), time.monotonic()
-    with stdout_reserved():
-        from mopdctl.world.story import AFTER, BEFORE, CONTROLS, see_saw, stages
-
-        quiet_libraries()
-        if dry_run:
-            document = _plan(place, recipe, seed)
+    if dry_run:
+        plan = _plan(place, recipe, seed)
+        if as_json:
+            result_json(plan)
         else:
-            with locked(place.run("quickstart")):
-                open_run(place.run("quickstart"), {"seed": seed, "recipe": recipe.model_dump(mode="json")})
-                _prepare(place, recipe, seed)
-                for stage in stages(place, recipe):
-                    note(f"\n# {stage.what}\n$ {stage.command}")
-                    stage.run(step_progress("step", stage.steps))
-            table = _table(place, BEFORE, AFTER, CONTROLS)
-            document = {
+            result("\n".join(f"# {stage['what']}\n$ {stage['command']}" for stage in plan["stages"]))
+        return
+    prepare_runtime()
+    with stdout_reserved():
+        from mopdctl.world.story import AFTER, BEFORE, CONTROLS, Stage, build_stages, read_see_saw
+        from mopdctl.world.workers import run_stages
+
+        run = place.run("quickstart")
+        with locked(run):
+            open_run(run, {"seed": seed, "recipe": recipe.model_dump(mode="json")})
+            _prepare(place, recipe, seed)
+            stages = build_stages(place, recipe)
+            numbers = {stage.name: f"[{i}/{len(stages)}]" for i, stage in enumerate(stages, start=1)}
+
+            def on_start(stage: Stage) -> None:
+                note(f"{numbers[stage.name]} {stage.what}\n    $ {stage.command}")
+
+            def on_done(stage: Stage, seconds: float) -> None:
+                note(f"{numbers[stage.name]} {stage.name}: done in {seconds:.0f} s")
+
+            run_stages(place, recipe, stages, on_start=on_start, on_done=on_done)
+        table = _table(place, BEFORE, AFTER, CONTROLS)
+        scores = read_see_saw(place, recipe)
+    seconds = round(time.monotonic() - began, 1)
+    if as_json:
+        result_json(
+            {
                 "schema": "mopdctl.quickstart/1",
                 "workspace": str(place.root),
                 "seed": seed,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": seconds,
                 "recovery": table["json"],
-                "scores": see_saw(place),
+                "scores": scores,
             }
-    if as_json:
-        result_json(document)
-    elif dry_run:
-        result("\n".join(f"# {stage['what']}\n$ {stage['command']}" for stage in document["stages"]))
-    else:
-        controls = " ".join(f"--control {name}" for name in CONTROLS)
-        where = "" if place.root == DEFAULT_WORKSPACE else f" --workspace {place.root}"
-        result("\n".join(_scores(document["scores"])))
-        note(f"\n$ mopdctl recovery --before {BEFORE} --after {AFTER} {controls}{where}")
-        result("\n" + table["text"])
-        note(f"\n{document['seconds']:.0f} s")
+        )
+        return
+    controls = " ".join(f"--control {name}" for name in CONTROLS)
+    where = "" if place.root == DEFAULT_WORKSPACE else f" --workspace {place.root}"
+    result("\n" + "\n".join(_scores(scores)))
+    note(f"\n$ mopdctl recovery --before {BEFORE} --after {AFTER} {controls}{where}")
+    result("\n" + table["text"])
+    note(f"\n{seconds:.0f} s")
 
 
 def _prepare(place: Any, recipe: Any, seed: int) -> None:
@@ -86,7 +98,7 @@ def _plan(place: Any, recipe: Any, seed: int) -> dict[str, Any]:
 
     from mopdctl.runs import Workspace
     from mopdctl.world.files import write_configs
-    from mopdctl.world.story import stages
+    from mopdctl.world.story import build_stages
 
     where = "" if place.root == DEFAULT_WORKSPACE else f" --workspace {place.root}"
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +108,9 @@ def _plan(place: Any, recipe: Any, seed: int) -> dict[str, Any]:
             return command.replace(f" --workspace {folder}", where).replace(folder, str(place.root))
 
         write_configs(scratch, recipe, seed)
-        planned = [{"what": s.what, "command": shown(s.command), "steps": s.steps} for s in stages(scratch, recipe)]
+        planned = [
+            {"what": s.what, "command": shown(s.command), "steps": s.steps} for s in build_stages(scratch, recipe)
+        ]
     return {"schema": "mopdctl.quickstart_plan/1", "workspace": str(place.root), "seed": seed, "stages": planned}
 
 

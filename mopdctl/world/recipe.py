@@ -10,28 +10,28 @@ from mopdctl.config.base import Strict
 class Recipe(Strict):
     """Steps and learning rates of every stage. All stages use Muon beside AdamW."""
 
-    student_steps: int = 60
-    student_batch: int = 128
+    student_steps: int = 30
+    student_batch: int = 96
     student_rate: float = 3e-3
     mixture_weights: dict[str, int] = Field(
         default={"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
     )
     """Rows of each domain in the SFT mixture, in proportion: short answers need more rows to weigh as much."""
     specialist_steps: dict[str, int] = Field(
-        default={"arithmetic": 150, "instructions": 50, "structured": 50, "tools": 60}
+        default={"arithmetic": 150, "instructions": 50, "structured": 60, "tools": 70}
     )
     specialist_batch: int = 64
     specialist_rate: float = 1e-3
     refork: tuple[str, ...] = ("arithmetic", "tools")
     """Domains whose specialist is trained again from `mopd1`."""
-    refork_steps: dict[str, int] = Field(default={"arithmetic": 100, "tools": 50})
+    refork_steps: dict[str, int] = Field(default={"arithmetic": 100, "tools": 40})
     mopd_batch: int = 96
     prompt_weights: dict[str, int] = Field(
         default={"arithmetic": 2, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
     )
     """Prompts of each domain for MOPD, in proportion."""
-    mopd1_steps: int = 70
-    mopd2_steps: int = 70
+    mopd1_steps: int = 60
+    mopd2_steps: int = 50
     mopd_rate: float = 1e-3
     objective: Literal["sampled", "exact"] = "exact"
     loss_reduction: Literal["token", "sequence"] = "sequence"
