@@ -23,6 +23,8 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: no such file; check the path") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a folder where a file is needed") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
 
@@ -34,6 +36,8 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # a number of more than 4300 digits, or nested too deep
+        raise InputError(f"{path}: not JSON ({error})") from None
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -48,6 +52,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON ({error})") from None
         if not isinstance(row, dict):
             raise InputError(f"{path}:{number}: a {type(row).__name__} where a JSON object is needed")
         yield number, row

@@ -50,7 +50,7 @@ class Workspace:
         if _NAME.fullmatch(model) and (named := self.checkpoint(model)).is_dir():
             return str(named)
         for base in [relative_to, Path()] if relative_to else [Path()]:
-            if (base / model).expanduser().is_dir():
+            if model and (base / model).expanduser().is_dir():
                 return str((base / model).expanduser())
         if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
             return model
@@ -110,6 +110,9 @@ def building(target: Path) -> Iterator[Path]:
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+        else:
+            sync_folder(file)
+    sync_folder(temporary)
     old = target.parent / f".{target.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -179,9 +182,9 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All complete lines of a run's `metrics.jsonl`."""
-    lines = (folder / "metrics.jsonl").read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
+    """All complete lines of a run's `metrics.jsonl`; what a kill left after the last line break is no line."""
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
 def shipped(folder: str) -> Path:

@@ -3,7 +3,7 @@
 import difflib
 import io
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from ruamel.yaml import YAML
@@ -26,8 +26,9 @@ ModelT = TypeVar("ModelT", bound=Strict)
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises InputError for a syntax error, a duplicate key or anything but a mapping."""
     yaml = YAML(typ="safe", pure=True)
+    text = read_text(path)
     try:
-        document = yaml.load(io.StringIO(read_text(path)))
+        document = yaml.load(io.StringIO(text))
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         problem = str(error.problem).split(" with value")[0].replace("found ", "")
@@ -37,6 +38,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}:{line}: not YAML ({error.problem})") from None
     except YAMLError as error:
         raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+    except (ValueError, KeyError, RecursionError) as error:  # `2026-02-31`, `!!bool maybe`, nested too deep
+        raise InputError(f"{path}: not YAML ({type(error).__name__}: {error})") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}: holds {type(document).__name__}, not a mapping of keys to values")
     return document
@@ -56,7 +59,9 @@ def load_config(model: type[ModelT], path: Path) -> ModelT:
 
 
 def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    # A misspelt key is missing under its right name too; what was written says more than what was not.
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
     if problem["type"] == "extra_forbidden":
         known = _known_keys(model, problem["loc"][:-1])
@@ -73,9 +78,19 @@ def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str
     """The field names of the model that `path` leads to, following nested models, dicts and lists."""
     found: Any = model
     for part in path:
-        models = _models_in(found)
-        found = next((m.model_fields[str(part)].annotation for m in models if str(part) in m.model_fields), found)
+        found = _below(found, part)
     return sorted({name for m in _models_in(found) for name in m.model_fields})
+
+
+def _below(annotation: Any, part: int | str) -> Any:
+    """The type of what lies under `part`: a field of a model, a value of a dict, an item of a list; None if unknown."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(str(part))
+        return field.annotation if field else None
+    arguments = get_args(annotation)
+    if get_origin(annotation) in (dict, list):
+        return arguments[-1]
+    return next((found for a in arguments if (found := _below(a, part)) is not None), None)
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -27,7 +27,7 @@ def load_with_overrides(
             raise InputError(f"--set {setting!r}: write KEY=VALUE, e.g. --set train.steps=10")
         try:
             given[key.strip()] = YAML(typ="safe", pure=True).load(io.StringIO(text))
-        except YAMLError:
+        except (YAMLError, ValueError, KeyError, RecursionError):  # the latter from `2026-02-31` or `!!bool maybe`
             raise InputError(f"--set {setting!r}: the value is not YAML") from None
     for key, value in given.items():
         *parents, last = key.split(".")

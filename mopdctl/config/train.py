@@ -23,7 +23,7 @@ class TrainConfig(Strict):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after warm-up: it stays, or falls to `final_learning_rate_share` of its peak."""
     final_learning_rate_share: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate as a share of the peak, for `cosine` and `linear`."""
+    """What `cosine` and `linear` fall towards, as a share of the peak; reached one step after the last."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = Field(default=0.0, ge=0)

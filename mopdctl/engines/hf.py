@@ -1,12 +1,13 @@
 """Sampling and scoring with a transformers model in this process, on CPU or GPU."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -51,7 +52,7 @@ class HFModel:
             weights_dtype = torch.float32 if train else _DTYPES[dtype]
             model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=weights_dtype, use_safetensors=True)
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise InputError(f"model {path}: {str(error).splitlines()[0]}") from None
         model.to(default_device())
         model.train(train)
@@ -76,7 +77,7 @@ class HFModel:
         found: dict[int, Completion] = {}
         for start in range(0, len(order), self.batch_size):
             chunk = order[start : start + self.batch_size]
-            with self.computing():
+            with _evaluating(self.model), self.computing():
                 completions = self._sample_batch([requests[i] for i in chunk], temperature)
             found.update(zip(chunk, completions, strict=True))
         return [found[i] for i in range(len(requests))]
@@ -92,7 +93,7 @@ class HFModel:
 
         # `rows` are the requests still being written; finished ones leave the batch once they are a quarter of it.
         rows = list(range(len(requests)))
-        alive = [True] * len(requests)
+        alive = [r.max_new_tokens > 0 for r in requests]
         mask = torch.cat([layout.attention_mask_BT, layout.attention_mask_BT.new_ones(len(rows), num_steps)], dim=1)
         positions = layout.attention_mask_BT.sum(-1, keepdim=True)
         cache = DynamicCache(config=self.model.config)
@@ -142,12 +143,23 @@ class HFModel:
             layout = lay_out(
                 [pairs[i][0] for i in chunk], [pairs[i][1] for i in chunk], pad_id=self.pad_id, device=self.device
             )
-            with self.computing():
+            with _evaluating(self.model), self.computing():
                 logits_BRV = response_logits(self.model, layout, vocab_size=self.vocab_size)
             logprobs_BR = token_logprobs(logits_BRV, layout.response_BR).tolist()
             for i, row in zip(chunk, logprobs_BR, strict=True):
                 found[i] = row[: len(pairs[i][1])]
         return [found[i] for i in range(len(pairs))]
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode for a block: in training mode gradient checkpointing drops the cache and answers become noise."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _choose(logits_BV: Tensor, randoms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,9 @@ class Layout:
 def lay_out(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
 ) -> Layout:
-    """Pads pairs into one batch. Every prompt needs at least one token; responses may be empty."""
+    """Pads pairs into one batch. Every prompt needs at least one token (else ValueError); responses may be empty."""
+    if not all(prompts):
+        raise ValueError("an empty prompt: its first response token would be predicted from padding")
     num_prompt = max(len(p) for p in prompts)
     num_response = max((len(r) for r in responses), default=0)
     rows, masks = [], []

@@ -38,8 +38,10 @@ def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:
     """
     policy_V = torch.log_softmax(_at_least_float32(policy_logits_V), dim=-1)
     teacher_V = torch.log_softmax(_at_least_float32(teacher_logits_V.detach()), dim=-1)
-    difference_V = torch.where(torch.isneginf(policy_V), torch.zeros_like(policy_V), policy_V - teacher_V)
-    return (policy_V.exp() * difference_V).sum(dim=-1)
+    probability_V = policy_V.exp()
+    # Also where log p is finite but p underflows: 0 * inf would be NaN.
+    difference_V = torch.where(probability_V == 0, torch.zeros_like(policy_V), policy_V - teacher_V)
+    return (probability_V * difference_V).sum(dim=-1)
 
 
 def entropy(logits_V: Tensor) -> Tensor:

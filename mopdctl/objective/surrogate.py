@@ -27,6 +27,7 @@ def clipped_surrogate(
     Source: Nemotron 3 Ultra report, section 3.3.1, Eq. 3 without m_t c_t, which the caller multiplies.
     """
     ratio = torch.exp(policy_logprobs.float() - prox_logprobs.float().detach())
+    advantage = advantage.detach()
     plain = ratio * advantage
     bounded = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * advantage
     return torch.minimum(plain, bounded), (bounded < plain).float().detach()

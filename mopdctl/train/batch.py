@@ -95,7 +95,27 @@ def _groups(sequences: Sequence[TrainSequence], num_micro_batches: int) -> list[
         pieces = min(len(members), max(1, -(-num_micro_batches * sum(map(_length, members)) // max(total, 1))))
         edges = [len(members) * i // pieces for i in range(pieces + 1)]
         groups += [members[a:b] for a, b in pairwise(edges)]
+    # A teacher with many tokens in few sequences cannot give its share: others make up for it.
+    while len(groups) < min(num_micro_batches, len(sequences)):
+        i = max((i for i, g in enumerate(groups) if len(g) > 1), key=lambda i: sum(map(_length, groups[i])))
+        half = len(groups[i]) // 2
+        groups[i : i + 1] = [groups[i][:half], groups[i][half:]]
     return groups
+
+
+def _check(group: list[TrainSequence]) -> None:
+    """Raises ValueError naming the sample unless all have the same streams, each with one entry per response token."""
+    for sequence in group:
+        if sequence.streams.keys() != group[0].streams.keys():
+            raise ValueError(
+                f"sample {sequence.sample_id}: has streams {sorted(sequence.streams)}, "
+                f"but sample {group[0].sample_id} has {sorted(group[0].streams)}"
+            )
+        for name, values in {"loss_mask": sequence.loss_mask, **sequence.streams}.items():
+            if len(values) != len(sequence.response_ids):
+                raise ValueError(
+                    f"sample {sequence.sample_id}: {len(values)} {name} for {len(sequence.response_ids)} tokens"
+                )
 
 
 def _length(sequence: TrainSequence) -> int:
@@ -105,6 +125,7 @@ def _length(sequence: TrainSequence) -> int:
 def _micro_batch(
     group: list[TrainSequence], coefficients: list[float], pad_id: int, device: torch.device
 ) -> MicroBatch:
+    _check(group)
     layout = lay_out([s.prompt_ids for s in group], [s.response_ids for s in group], pad_id=pad_id, device=device)
     num_response = layout.response_BR.shape[1]
 
@@ -114,13 +135,6 @@ def _micro_batch(
         )
 
     active = padded([s.loss_mask for s in group]).bool() & layout.present_BR
-    names = list(group[0].streams)
-    streams = {}
-    for name in names:
-        for sequence in group:
-            if len(sequence.streams[name]) != len(sequence.response_ids):
-                got, want = len(sequence.streams[name]), len(sequence.response_ids)
-                raise ValueError(f"sample {sequence.sample_id}: {got} {name} for {want} tokens")
-        streams[name] = padded([s.streams[name] for s in group])[active]
+    streams = {name: padded([s.streams[name] for s in group])[active] for name in group[0].streams}
     spread = torch.tensor(coefficients, device=device, dtype=torch.float32).unsqueeze(-1).expand_as(active)
     return MicroBatch(group, layout, active, layout.response_BR[active], spread[active], streams)

@@ -1,5 +1,7 @@
 """Rows of prompts and conversations from JSONL or Parquet, and conversations as token ids with a loss mask."""
 
+import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
     except pa.ArrowInvalid as error:
         raise InputError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
     for number, row in enumerate(table.to_pylist()):
-        yield f"{path} row {number}", {key: value for key, value in row.items() if value is not None}
+        found = {key: value for key, value in row.items() if value is not None}
+        yield f"{path} row {number}", found | {key: _present(found[key]) for key in _OPEN & found.keys()}
+
+
+# Columns whose objects may have keys of their own. Parquet gives every row the keys of all rows and fills them with
+# null, which a template would print. Elsewhere, in a reference say, a null may be meant.
+_OPEN = {"messages", "tools"}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str, Any]]:
@@ -71,8 +85,8 @@ def conversation_ids(
         raise InputError(f"{place}: no assistant message to train on")
     if model.tokenizer.chat_template is None:
         raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
-    template = model.tokenizer.chat_template
-    if "{% generation" in template.replace("{%-", "{%"):
+    template = model.tokenizer.get_chat_template(tools=tools)  # one of several, where the tokenizer has several
+    if re.search(r"{%[-+]?\s*generation\b", template):
         found = model.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -105,23 +119,28 @@ def _mask_by_prefix(
         )
         return str(text)
 
-    ids: list[int] = []
-    mask: list[int] = []
     text = ""
+    answers: list[tuple[int, int]] = []
     for end, message in enumerate(messages, start=1):
         if message["role"] != "assistant":
             continue
-        for prompt, piece in ((True, messages[: end - 1]), (False, messages[:end])):
-            longer = render(piece, prompt)
-            if not longer.startswith(text):
-                raise InputError(
-                    f"{place}: the chat template rewrites earlier turns, so their loss mask is unknown; "
-                    "use a template with {% generation %} tags"
-                )
-            added = model.tokenizer(longer[len(text) :], add_special_tokens=False)["input_ids"]
-            ids += added
-            mask += [0] * len(added) if prompt else _up_to_end_token(added, model.eos_ids)
-            text = longer
+        before = render(messages[: end - 1], True) if end > 1 else ""
+        after = render(messages[:end], False)
+        if not before or not before.startswith(text) or not after.startswith(before):
+            raise InputError(
+                f"{place}: the chat template rewrites earlier turns or the assistant speaks first, so the loss mask is "
+                "unknown; use a template with {% generation %} tags"
+            )
+        answers.append((len(before), len(after)))
+        text = after
+    # Tokenized in one piece: tokenizers that mark the beginning of a text would mark every piece.
+    found = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = list(found["input_ids"])
+    mask = [0] * len(ids)
+    starts = [start for start, _ in found["offset_mapping"]]
+    for begin, end in answers:
+        first, last = bisect_left(starts, begin), bisect_left(starts, end)
+        mask[first:last] = _up_to_end_token(ids[first:last], model.eos_ids)
     return ids, mask
 
 

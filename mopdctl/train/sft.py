@@ -56,7 +56,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     target = workspace.checkpoint(config.name)
     record = config.model_dump(mode="json") | {
         "model": model_identity(start),
-        "data": {path.name: file_digest(path) for path in files if path.exists()},
+        "data": {str(path): file_digest(base / path) for path in config.data if (base / path).exists()},
     }
     distributed.start()
     folder = workspace.run(config.name)
@@ -68,18 +68,16 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
         if config.train.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
         rows = [placed for path in files for placed in read_rows(path)]
+        order = [_rows_of_rank(number, len(rows), config) for number in range(config.train.steps)]
+        sequences = {i: _sequence(model, str(i), *rows[i], config) for i in sorted({i for part in order for i in part})}
         optimizers = build_optimizers(model, config.train)
         step, _ = load_state(folder / "state", model.model, optimizers)
         log = MetricsLog(folder / "metrics.jsonl", next_step=step) if distributed.rank() == 0 else None
         for number in range(step, config.train.steps):
             began = time.perf_counter()
             rate = learning_rate(number, config.train)
-            chosen = rows_of_step(
-                number, num_rows=len(rows), batch_size=config.train.batch_size, seed=config.train.seed
-            )[distributed.rank() :: distributed.world_size()]
-            sequences = [_sequence(model, f"{number}/{i}", *rows[row], config) for i, row in enumerate(chosen)]
             micro_batches = cut(
-                sequences,
+                [sequences[i] for i in order[number]],
                 reduction="token",
                 num_micro_batches=config.train.gradient_accumulation,
                 pad_id=model.pad_id,
@@ -119,6 +117,11 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
                 log.close()
         distributed.barrier()
     return target
+
+
+def _rows_of_rank(step: int, num_rows: int, config: SftConfig) -> list[int]:
+    rows = rows_of_step(step, num_rows=num_rows, batch_size=config.train.batch_size, seed=config.train.seed)
+    return rows[distributed.rank() :: distributed.world_size()]
 
 
 def _sequence(model: HFModel, sample_id: str, place: str, row: dict[str, Any], config: SftConfig) -> TrainSequence:

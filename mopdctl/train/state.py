@@ -31,7 +31,8 @@ def save_state(
             save_file(_plain(model.state_dict()), target / "model.safetensors")
             save_file(_moments(model, optimizers), target / "optimizer.safetensors")
             if extra:
-                save_file(_plain(extra), target / "extra.safetensors")
+                copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in extra.items()}
+                save_file(copies, target / "extra.safetensors")
             write_json(target / "state.json", {"schema": "mopdctl.train_state/1", "step": step})
         for old in saved_steps(folder)[:-keep_last]:
             shutil.rmtree(folder / f"step-{old:06d}")
@@ -49,10 +50,12 @@ def load_state(folder: Path, model: torch.nn.Module, optimizers: Optimizers) -> 
     if not steps:
         return 0, {}
     source = folder / f"step-{steps[-1]:06d}"
-    missing, unexpected = model.load_state_dict(load_file(source / "model.safetensors"), strict=False)
+    weights = load_file(source / "model.safetensors")
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
-    if unexpected or set(missing) - tied:
-        raise ValueError(f"{source}: weights of another model ({[*missing, *unexpected][:3]} ...)")
+    foreign = sorted(weights.keys() ^ (model.state_dict().keys() - tied))
+    if foreign:
+        raise ValueError(f"{source}: weights of another model ({foreign[:3]} ...)")
+    model.load_state_dict(weights, strict=False)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(source / "optimizer.safetensors").items():
         name, _, moment = key.rpartition("/")

@@ -73,7 +73,8 @@ def accumulate(
             streams.setdefault(name, {}).update(_by_sample(values_N, micro_batch))
         if per_teacher_norms:
             own[teacher] = _add([p.grad for p in parameters], own.get(teacher))
-    names = sorted({n for found in gather_objects(list(sums)) for n in found})
+    # A teacher whose algorithm gives no such figure has none: it is missing, not 0.
+    figures = sorted({f for found in gather_objects([(n, t) for n in sums for t in sums[n]]) for f in found})
     teachers = sorted({t for found in gather_objects(list(tokens)) for t in found})
     norms = _restore_and_measure(parameters, own, teachers) if per_teacher_norms else {}
     if not per_teacher_norms:
@@ -81,11 +82,12 @@ def accumulate(
     totals = sum_over_ranks(
         loss_sum,
         *[tokens.get(t, 0) for t in teachers],
-        *[sums.get(n, {}).get(t, 0.0) for n in names for t in teachers],
+        *[sums.get(n, {}).get(t, 0.0) for n, t in figures],
     )
     counts = dict(zip(teachers, (int(c) for c in totals[1 : 1 + len(teachers)]), strict=True))
-    figures = iter(totals[1 + len(teachers) :])
-    means = {n: {t: next(figures) / counts[t] for t in teachers} for n in names}
+    means: dict[str, dict[str, float]] = {}
+    for (name, teacher), total in zip(figures, totals[1 + len(teachers) :], strict=True):
+        means.setdefault(name, {})[teacher] = total / counts[teacher]
     return Accumulated(totals[0], counts, means, norms, streams)
 
 

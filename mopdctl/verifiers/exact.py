@@ -5,18 +5,25 @@ from typing import Any
 
 from mopdctl.verifiers.base import InvalidReferenceError, ParseError
 
+_INTEGER = re.compile(r"\s*[+-]?\d{1,30}\s*", re.ASCII)
+
 
 def exact_match(response: str, reference: Any) -> tuple[float, str]:
     """1 if `response` equals `reference["answer"]` once runs of whitespace are one space and the ends are trimmed."""
     expected = _field(reference, "answer")
+    if not isinstance(expected, str | int | float):
+        raise InvalidReferenceError(f"'answer' is a {type(expected).__name__}, not text or a number")
     got, want = " ".join(response.split()), " ".join(str(expected).split())
     return float(got == want), "" if got == want else f"expected {want!r}"
 
 
 def integer(response: str, reference: Any) -> tuple[float, str]:
     """1 if `response` is one integer equal to `reference["answer"]`. Anything beside the number is a parse error."""
-    expected = int(_field(reference, "answer"))
-    if not re.fullmatch(r"\s*[+-]?\d{1,30}\s*", response, re.ASCII):
+    answer = _field(reference, "answer")
+    if isinstance(answer, bool) or not isinstance(answer, int | str) or not _INTEGER.fullmatch(str(answer)):
+        raise InvalidReferenceError(f"'answer' {answer!r} is not an integer")
+    expected = int(answer)
+    if not _INTEGER.fullmatch(response):
         raise ParseError("not one integer")
     got = int(response)
     return float(got == expected), "" if got == expected else f"expected {expected}"

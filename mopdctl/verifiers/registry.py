@@ -27,6 +27,6 @@ def verify(name: str, response: str, reference: Any) -> Verdict:
         reward, detail = verifier.check(response, reference)
     except ParseError as error:
         return Verdict(VerdictState.PARSE_ERROR, None, name, verifier.version, str(error))
-    except (InvalidReferenceError, TypeError) as error:
+    except (InvalidReferenceError, TypeError, RecursionError) as error:
         return Verdict(VerdictState.INVALID_REFERENCE, None, name, verifier.version, str(error))
     return Verdict(VerdictState.OK, reward, name, verifier.version, detail)

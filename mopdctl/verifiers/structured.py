@@ -1,12 +1,9 @@
 """Structured output: the response must be one JSON document equal to the reference in values and types."""
 
 import json
-import re
 from typing import Any
 
 from mopdctl.verifiers.base import InvalidReferenceError, ParseError
-
-_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
 
 
 def json_equal(response: str, reference: Any) -> tuple[float, str]:
@@ -17,17 +14,25 @@ def json_equal(response: str, reference: Any) -> tuple[float, str]:
     if not isinstance(reference, dict) or "value" not in reference:
         raise InvalidReferenceError("reference has no 'value'")
     got = parse_json(response)
-    same = _typed(got) == _typed(reference["value"])
+    same = _equal(got, reference["value"])
     return float(same), "" if same else "differs from the reference"
 
 
 def parse_json(text: str) -> Any:
     """One strict JSON document. Raises ParseError for anything else, duplicate keys and NaN included."""
-    fenced = _FENCE.fullmatch(text)
     try:
-        return json.loads(fenced.group(1) if fenced else text, object_pairs_hook=_no_duplicates, parse_constant=_refuse)
+        return json.loads(_unfenced(text), object_pairs_hook=_no_duplicates, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise ParseError(f"not JSON: {error}") from None
+
+
+def _unfenced(text: str) -> str:
+    """What stands between the two lines of a Markdown fence, if the whole text is one. Linear, unlike a regex here."""
+    stripped = text.strip()
+    opening, _, rest = stripped.partition("\n")
+    body = rest.removesuffix("```")
+    closed = body != rest and "\n" in body[len(body.rstrip()) :]
+    return body if closed and opening.rstrip() in ("```", "```json") else text
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -41,10 +46,12 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _typed(value: Any) -> Any:
-    """The value with its JSON types made explicit, so that `True`, `1` and `1.0` are three different things."""
-    if isinstance(value, dict):
-        return {key: _typed(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_typed(item) for item in value]
-    return (type(value).__name__, value)
+def _equal(a: Any, b: Any) -> bool:
+    """Equality of JSON values and types: `True`, `1` and `1.0` are three different things. As deep as both are."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -1,12 +1,11 @@
 """Tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, compared by name and arguments."""
 
-import re
 from typing import Any
 
 from mopdctl.verifiers.base import InvalidReferenceError, ParseError
 from mopdctl.verifiers.structured import parse_json
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def tool_call(response: str, reference: Any) -> tuple[float, str]:
@@ -16,8 +15,10 @@ def tool_call(response: str, reference: Any) -> tuple[float, str]:
     """
     if not isinstance(reference, dict) or not isinstance(reference.get("calls"), list):
         raise InvalidReferenceError("reference has no list 'calls'")
-    got = parse_tool_calls(response)
     want = reference["calls"]
+    if not want or not all(_is_call(call) for call in want):
+        raise InvalidReferenceError('\'calls\' needs calls of exactly the keys "name" and "arguments"')
+    got = parse_tool_calls(response)
     if len(got) != len(want):
         return 0.0, f"{len(got)} calls instead of {len(want)}"
     for mine, theirs in zip(got, want, strict=True):
@@ -30,15 +31,26 @@ def tool_call(response: str, reference: Any) -> tuple[float, str]:
 
 def parse_tool_calls(response: str) -> list[dict[str, Any]]:
     """The calls in a response that holds nothing else. Raises ParseError for text around them or a malformed call."""
-    if _CALL.sub("", response).strip():
-        raise ParseError("text outside <tool_call>...</tool_call>")
-    calls = [parse_json(body) for body in _CALL.findall(response)]
+    calls = []
+    rest = response.strip()
+    at = 0
+    while at < len(rest):
+        end = rest.find(_CLOSE, at)
+        if not rest.startswith(_OPEN, at) or end < 0:
+            raise ParseError("text outside <tool_call>...</tool_call>")
+        calls.append(parse_json(rest[at + len(_OPEN) : end]))
+        at = end + len(_CLOSE)
+        while at < len(rest) and rest[at].isspace():
+            at += 1
     if not calls:
         raise ParseError("no tool call")
-    for call in calls:
-        if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
-            raise ParseError('a call needs exactly the keys "name" and "arguments"')
+    if not all(_is_call(call) for call in calls):
+        raise ParseError('a call needs exactly the keys "name" and "arguments"')
     return calls
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["arguments"], dict)
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -113,7 +113,7 @@ def _train(steps: int, batch: int, rate: float, seed: int) -> dict[str, Any]:
 
 
 def _sft(name: str, model: str, data: str, steps: int, recipe: Recipe, batch: int, seed: int) -> dict[str, Any]:
-    rate = recipe.student_rate if data == "mixture" else recipe.specialist_rate
+    rate = recipe.student_rate if data == "mixture" else recipe.specialist_rate[data]
     return {"name": name, "model": model, "data": [f"../data/{data}.jsonl"], "train": _train(steps, batch, rate, seed)}
 
 

@@ -12,16 +12,18 @@ class Recipe(Strict):
 
     student_steps: int = 30
     student_batch: int = 96
-    student_rate: float = 3e-3
+    student_rate: float = 1.5e-3
     mixture_weights: dict[str, int] = Field(
         default={"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
     )
     """Rows of each domain in the SFT mixture, in proportion: short answers need more rows to weigh as much."""
     specialist_steps: dict[str, int] = Field(
-        default={"arithmetic": 150, "instructions": 50, "structured": 60, "tools": 70}
+        default={"arithmetic": 200, "instructions": 60, "structured": 60, "tools": 70}
     )
     specialist_batch: int = 64
-    specialist_rate: float = 1e-3
+    specialist_rate: dict[str, float] = Field(
+        default={"arithmetic": 1e-3, "instructions": 2e-3, "structured": 2e-3, "tools": 2e-3}
+    )
     refork: tuple[str, ...] = ("arithmetic", "tools")
     """Domains whose specialist is trained again from `mopd1`."""
     refork_steps: dict[str, int] = Field(default={"arithmetic": 100, "tools": 40})
