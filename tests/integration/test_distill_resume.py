@@ -1,0 +1,203 @@
+"""A run that was killed, at any moment, ends with the same bits as one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mopdctl.config.overrides import load_with_overrides
+from mopdctl.config.teachers import TeachersFile
+from mopdctl.distill.run import run_distill
+from mopdctl.files import write_json
+from mopdctl.runs import Workspace
+
+Cli = Callable[..., SimpleNamespace]
+Finished = Callable[..., SimpleNamespace]
+
+# The exact objective with a fresh sampler, the sampled one with a stale sampler, whose weights are part of the state.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact": {"objective": "exact", "staleness": 0},
+    "sampled": {"objective": "sampled", "staleness": 1, "optimizer": "muon", "warm_start": "merge"},
+}
+
+
+def command(teachers: Path, workspace: Path) -> list[str]:
+    return [sys.executable, "-m", "mopdctl", "distill", "--teachers", str(teachers), "--workspace", str(workspace)]
+
+
+def num_lines(metrics: Path) -> int:
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def assert_equal(straight: SimpleNamespace, resumed: SimpleNamespace) -> None:
+    assert resumed.metrics == straight.metrics
+    assert [row["step"] for row in straight.metrics] == list(range(6))
+    assert resumed.rollouts == straight.rollouts
+    assert resumed.weights.keys() == straight.weights.keys()
+    assert all(resumed.weights[name].equal(weight) for name, weight in straight.weights.items())
+    assert resumed.card == straight.card
+
+
+@contextmanager
+def stopped_after(lines: int, arguments: list[str], workspace: Path, *, delay_s: float = 0) -> Iterator[None]:
+    """Runs a command, stops it `delay_s` after it wrote its line number `lines`, and kills it when the block ends."""
+    metrics = workspace / "runs" / "merged" / "metrics.jsonl"
+    before = metrics.stat().st_ino if metrics.exists() else None
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        # A resumed run writes the file anew before it appends to it.
+        while not (metrics.exists() and metrics.stat().st_ino != before and num_lines(metrics) >= lines):
+            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+            assert time.monotonic() < deadline, "no progress"
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGSTOP)
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def documents(teachers_document: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    for name, train in VARIANTS.items():
+        # Long answers make steps slow enough to be caught in the middle.
+        settings: dict[str, Any] = {"steps": 6, "checkpoint_every": 2, "max_new_tokens": 40, "schedule": "cosine"}
+        write_json(folder / f"{name}.yaml", teachers_document(**settings, **train))
+    return folder
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_broke_off_time_and_again_equals_one_that_did_not(
+    finished: Finished, documents: Path, tmp_path: Path, variant: str
+) -> None:
+    short = {"train.max_new_tokens": 8}
+    config = load_with_overrides(TeachersFile, documents / f"{variant}.yaml", short)
+    straight, broken = (Workspace(tmp_path / name) for name in ("straight", "broken"))
+    run_distill(config, straight, base=documents)
+    begun = []
+    # Before the first state, right before the second one, after it, at the very end.
+    for last in (1, 4, 5, 6):
+
+        def on_step(done: int, metrics: dict[str, Any], last: int = last) -> None:
+            begun.append(metrics["step"])
+            if done == last:
+                raise StopError
+
+        with pytest.raises(StopError):
+            run_distill(config, broken, base=documents, on_step=on_step)
+    run_distill(config, broken, base=documents)
+    assert begun == [0, *range(4), *range(2, 5), *range(4, 6)]
+    assert_equal(finished(straight.root), finished(broken.root))
+
+
+@pytest.mark.parametrize("variant", [pytest.param("exact", marks=pytest.mark.slow), "sampled"])
+def test_killed_and_started_again_equals_never_killed(
+    cli: Cli, finished: Finished, documents: Path, tmp_path: Path, variant: str
+) -> None:
+    teachers = documents / f"{variant}.yaml"
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    run = killed / "runs" / "merged"
+    assert cli("distill", "--teachers", teachers, "--workspace", straight).code == 0
+
+    with stopped_after(3, command(teachers, killed), killed):
+        # While the first process is alive, a second one may not write into its run.
+        second = cli("distill", "--teachers", teachers, "--workspace", killed, "--json")
+        assert (second.code, second.stdout) == (2, "")
+        assert second.stderr == (
+            f"error: {run / 'rank-0'}: another process is writing here; wait for it or use another name\n"
+        )
+    assert [p.name for p in (run / "state").glob("[!.]*")] == ["step-000002"]
+    assert not (killed / "checkpoints" / "merged").exists()
+
+    # What was begun with one configuration does not go on with another, and the difference is named.
+    other = cli("distill", "--teachers", teachers, "--workspace", killed, "--learning-rate", 0.5)
+    assert other.code == 2
+    assert "train.learning_rate" in other.stderr
+    assert "train.steps" not in other.stderr
+
+    if variant == "exact":
+        # Once more, somewhere between two lines.
+        with stopped_after(5, command(teachers, killed), killed, delay_s=random.uniform(0, 0.03)):
+            pass
+
+    again = cli("distill", "--teachers", teachers, "--workspace", killed, "--json")
+    assert again.code == 0
+    assert json.loads(again.stdout)["checkpoint"] == str(killed / "checkpoints" / "merged")
+    assert_equal(finished(straight), finished(killed))
+    assert [p for p in killed.rglob("*") if ".building" in p.name or p.suffix == ".tmp"] == []
+
+
+def test_a_finished_run_is_left_as_it_is(cli: Cli, documents: Path, tmp_path: Path) -> None:
+    arguments = ["distill", "--teachers", documents / "exact.yaml", "--workspace", tmp_path, "--steps", 2, "--json"]
+
+    def state() -> dict[Path, tuple[int, bytes]]:
+        files = (p for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock")
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
+
+    first = cli(*arguments)
+    before = state()
+    second = cli(*arguments)
+    assert (first.code, second.code) == (0, 0)
+    assert json.loads(second.stdout) == json.loads(first.stdout)
+    assert state() == before
+
+
+def test_a_checkpoint_that_something_else_made_does_not_pass_for_a_finished_run(
+    cli: Cli, documents: Path, tmp_path: Path
+) -> None:
+    arguments = ["--teachers", documents / "exact.yaml", "--workspace", tmp_path, "--name", "taken"]
+    assert cli("merge", *arguments).code == 0
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    ended = cli("distill", *arguments, "--json")
+    assert (ended.code, ended.stdout) == (2, "")
+    assert "taken" in ended.stderr
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_every_kind_of_change_is_named(cli: Cli, tiny: Path, documents: Path, tmp_path: Path) -> None:
+    document = json.loads((documents / "exact.yaml").read_text("utf-8"))
+    document["train"] |= {"steps": 1}
+    workspace = tmp_path / "workspace"
+
+    def run(changed: dict[str, Any]) -> SimpleNamespace:
+        write_json(tmp_path / "teachers.yaml", changed)
+        return cli("distill", "--teachers", tmp_path / "teachers.yaml", "--workspace", workspace)
+
+    assert run(document).code == 0
+    prompts = (tiny / "prompts.jsonl").read_text("utf-8")
+    (tmp_path / "prompts.jsonl").write_text(prompts.replace('"role": "user"', '"role":  "user"'), "utf-8")
+    teachers = document["teachers"]
+    changes: dict[str, dict[str, Any]] = {
+        "train.seed": {"train": document["train"] | {"seed": 1}},
+        "prompts": {"prompts": str(tmp_path / "prompts.jsonl")},
+        "student": {"student": teachers["tools"]["model"]},
+        "teachers.tools.model": {"teachers": teachers | {"tools": teachers["arithmetic"] | {"domains": ["tools"]}}},
+        "teachers.tools.weight": {"teachers": teachers | {"tools": teachers["tools"] | {"weight": 2.0}}},
+    }
+    for key, change in changes.items():
+        ended = run(document | change)
+        assert ended.code == 2
+        assert f"({key} differ)" in ended.stderr or f"({key} differs)" in ended.stderr, key
+    # A copy of a teacher, or of the prompts, under another path is the same run.
+    (tmp_path / "copy").symlink_to(teachers["tools"]["model"])
+    same = teachers | {"tools": teachers["tools"] | {"model": "copy"}}
+    assert run(document | {"teachers": same}).code == 0

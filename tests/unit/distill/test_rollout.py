@@ -1,0 +1,153 @@
+"""Prompts as tokens, budgets, the answers of one step, and the file that keeps them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from mopdctl.config.teachers import TeachersFile
+from mopdctl.distill.prompts import read_prompts
+from mopdctl.distill.rollout import PromptBook, roll_out, write_rollouts
+from mopdctl.engines.hf import HFModel
+from mopdctl.errors import InputError
+from mopdctl.records import Prompt, Rollout
+
+Document = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def student(tiny: Path) -> HFModel:
+    return HFModel.load(str(tiny / "models" / "student"))
+
+
+def book_of(student: HFModel, config: TeachersFile, prompts: list[Prompt] | None = None) -> PromptBook:
+    return PromptBook(student, prompts or read_prompts(config.prompts, config.routing_keys), config)
+
+
+# ----------------------------------------------------------------------------------------------------- prompts, budgets
+
+EFFORTS = {
+    "routing": ["domain", "effort"],
+    "efforts": {
+        "high": {"chat_template_kwargs": {"think": True}},
+        "low": {"chat_template_kwargs": {"think": False, "mark": "7"}, "max_new_tokens": 3},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def thinker(write_tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> HFModel:
+    """A student whose chat template opens the answer with a tag when it should think, and with `mark` where given."""
+    model = HFModel.load(str(write_tiny_model(tmp_path_factory.mktemp("thinker"))))
+    model.tokenizer.chat_template += "{% if think %}<tool_call>{% endif %}{{ mark }}"
+    return model
+
+
+def test_an_effort_brings_its_template_arguments_and_its_budget(thinker: HFModel, teachers_document: Document) -> None:
+    config = TeachersFile.model_validate(teachers_document(top=EFFORTS, max_new_tokens=9))
+    prompts = [
+        Prompt(effort, ({"role": "user", "content": "1+1"},), None, {"domain": "arithmetic", "effort": effort})
+        for effort in ("high", "low")
+    ]
+    book = book_of(thinker, config, prompts)
+    plain = thinker.tokenizer("<|user|>1+1<|end|><|assistant|>")["input_ids"]
+    tag, seven = (thinker.tokenizer.convert_tokens_to_ids(token) for token in ("<tool_call>", "7"))
+    assert [list(book.token_ids(row)) for row in (0, 1)] == [[*plain, tag], [*plain, seven]]
+    assert [book.budget(prompt) for prompt in prompts] == [9, 3]
+    high, low = roll_out(thinker, book, [0, 1], step=0, policy_version=0, config=config)
+    assert [len(high.response_ids), len(low.response_ids)] == [9, 3]
+    assert [high.finish_reason, low.finish_reason] == ["length", "length"]
+    assert low.prompt_ids == book.token_ids(1)
+
+
+def test_prompt_and_budget_fill_the_context_and_no_token_more(student: HFModel, teachers_document: Document) -> None:
+    content = "4-2 " * 20
+    length = len(student.tokenizer(f"<|user|>{content}<|end|><|assistant|>")["input_ids"])
+    prompts = [Prompt("0", ({"role": "user", "content": content},), None, {"domain": "arithmetic"}, place="p.jsonl:7")]
+
+    def ids(budget: int) -> tuple[int, ...]:
+        config = TeachersFile.model_validate(teachers_document(max_new_tokens=budget))
+        return book_of(student, config, prompts).token_ids(0)
+
+    assert len(ids(128 - length)) == length
+    with pytest.raises(InputError) as caught:
+        ids(128 - length + 1)
+    assert str(caught.value).startswith(
+        f"p.jsonl:7: prompt of {length} tokens and an answer of up to {129 - length} do not fit into the model's "
+        "context of 128"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_a_sample_hangs_on_seed_step_prompt_and_number_alone(student: HFModel, teachers_document: Document) -> None:
+    def answers(rows: list[int], *, step: int = 3, seed: int = 0, count: int = 2) -> dict[str, tuple[int, ...]]:
+        config = TeachersFile.model_validate(teachers_document(seed=seed, samples_per_prompt=count))
+        found = roll_out(student, book_of(student, config), rows, step=step, policy_version=step, config=config)
+        return {r.sample_id: r.response_ids for r in found}
+
+    six = answers([0, 9, 17, 3, 20, 11])
+    assert len(six) == len(set(six.values())) == 12
+    assert answers([20, 3]) == {k: v for k, v in six.items() if k.rsplit("/", 2)[0] in ("tools/4", "arithmetic/3")}
+    assert answers([9], count=1) == {"structured/1/3/0": six["structured/1/3/0"]}
+    assert set(answers([0], step=4).values()).isdisjoint(six.values())
+    assert set(answers([0], seed=1).values()).isdisjoint(six.values())
+
+
+def test_a_prompt_that_comes_twice_in_a_step_gets_two_answers(student: HFModel, teachers_document: Document) -> None:
+    # A batch that reaches into the next epoch holds some prompts twice.
+    config = TeachersFile.model_validate(teachers_document())
+    found = roll_out(student, book_of(student, config), [5, 2, 5], step=0, policy_version=0, config=config)
+    assert [r.prompt_id for r in found] == ["arithmetic/5", "arithmetic/2", "arithmetic/5"]
+    assert len({r.sample_id for r in found}) == 3
+    assert found[0].response_ids != found[2].response_ids
+
+
+def test_a_rollout_says_whose_it_is(student: HFModel, teachers_document: Document) -> None:
+    config = TeachersFile.model_validate(teachers_document())
+    found = roll_out(student, book_of(student, config), [0, 8, 16], step=5, policy_version=4, config=config)
+    assert [(r.sample_id, r.prompt_id, r.teacher_id, r.policy_version) for r in found] == [
+        ("arithmetic/0/5/0", "arithmetic/0", "arithmetic", 4),
+        ("structured/0/5/0", "structured/0", "structured", 4),
+        ("tools/0/5/0", "tools/0", "tools", 4),
+    ]
+    assert all(len(r.behavior_logprobs) == len(r.response_ids) for r in found)
+
+
+# ---------------------------------------------------------------------------------------------------------------- file
+
+
+def test_a_file_gives_back_every_sample_with_the_scores_of_its_id(tmp_path: Path) -> None:
+    rollouts = [
+        Rollout("a/0/0", "a", "math", (1, 2), (3,), (-0.5,), "stop", 4),
+        Rollout("b/0/0", "b", "code", (1,), (5, 6, 7), (-0.25, -1.0, -2.0), "length", 4),
+    ]
+    scores = {"b/0/0": [-1.5, -0.75, -3.0], "a/0/0": [-0.125]}
+    path = tmp_path / "new" / "step-000004.parquet"
+    write_rollouts(path, rollouts, scores)
+    rows = pq.read_table(path).to_pylist()
+    assert rows == [
+        {
+            "sample_id": r.sample_id,
+            "prompt_id": r.prompt_id,
+            "teacher_id": r.teacher_id,
+            "policy_version": 4,
+            "finish_reason": r.finish_reason,
+            "prompt_ids": list(r.prompt_ids),
+            "response_ids": list(r.response_ids),
+            "behavior_logprobs": list(r.behavior_logprobs),
+            "teacher_logprobs": scores[r.sample_id],
+        }
+        for r in rollouts
+    ]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_sample_without_scores_is_an_error(tmp_path: Path) -> None:
+    rollout = Rollout("a/0/0", "a", "math", (1,), (3,), (-0.5,), "stop", 0)
+    with pytest.raises(KeyError, match="a/0/0"):
+        write_rollouts(tmp_path / "x.parquet", [rollout], {})
+    assert list(tmp_path.iterdir()) == []
