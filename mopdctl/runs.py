@@ -33,6 +33,11 @@ class Workspace:
 
     root: Path
 
+    def __post_init__(self) -> None:
+        """Raises InputError if the root is there and is not a folder."""
+        if self.root.exists() and not self.root.is_dir():
+            raise InputError(f"{self.root}: is a file; a workspace is a folder")
+
     def checkpoint(self, name: str) -> Path:
         """A Hugging Face model folder plus `card.json`."""
         return self.root / "checkpoints" / check_name(name)

@@ -1,5 +1,6 @@
 """`mopdctl merge`."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def merge(
     from mopdctl.errors import InputError
     from mopdctl.runs import Workspace
 
-    if scale <= 0:
+    if not (math.isfinite(scale) and scale > 0):
         raise InputError(f"--scale {scale}: must be above 0")
     config = load_teachers(teachers)
     place = Workspace(workspace)

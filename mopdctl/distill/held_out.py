@@ -34,7 +34,9 @@ class HeldOut:
         return {"held_out/score": dict(scores), "held_out/recovery_pct": recovered}
 
 
-def prepare(config: TeachersFile, student: HFModel, *, base: Path) -> tuple[PromptBook, dict[str, list[int]]]:
+def prepare(
+    config: TeachersFile, student: HFModel, *, base: Path, max_length: int
+) -> tuple[PromptBook, dict[str, list[int]]]:
     """Reads and checks the held-out prompts; the first `eval_size` of each teacher are used."""
     path = base / config.train.eval_prompts if config.train.eval_prompts else base
     prompts = read_prompts(path, config.routing_keys)
@@ -45,7 +47,7 @@ def prepare(config: TeachersFile, student: HFModel, *, base: Path) -> tuple[Prom
         alias = teacher_of(prompt.routing, config)
         if len(rows.setdefault(alias, [])) < config.train.eval_size:
             rows[alias].append(row)
-    return PromptBook(student, prompts, config), rows
+    return PromptBook(student, prompts, config, max_length=max_length), rows
 
 
 def start(book: PromptBook, rows: dict[str, list[int]], student: HFModel, teachers: Teachers) -> HeldOut:
@@ -73,11 +75,12 @@ def mean_reward(model: HFModel, book: PromptBook, rows: Sequence[int]) -> float:
 
 
 def reached(history: list[dict[str, Any]]) -> dict[str, int | None]:
-    """Per teacher, the first step at which the student's held-out score was at least the teacher's; None if never."""
+    """Per teacher, the optimizer steps after which the student first scored as much as the teacher; None if never."""
     aliases = {alias for row in history for alias in row["held_out/recovery_pct"]}
     return {
         alias: next(
-            (row["step"] for row in history if (row["held_out/recovery_pct"].get(alias) or float("-inf")) >= 100), None
+            (row["step"] + 1 for row in history if (row["held_out/recovery_pct"].get(alias) or float("-inf")) >= 100),
+            None,
         )
         for alias in sorted(aliases)
     }

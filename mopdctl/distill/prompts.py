@@ -6,7 +6,7 @@ from pathlib import Path
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt
-from mopdctl.train.data import read_rows, row_messages
+from mopdctl.train.data import read_rows, row_messages, row_tools
 
 
 def read_prompts(path: Path, routing_keys: tuple[str, ...]) -> list[Prompt]:
@@ -19,7 +19,7 @@ def read_prompts(path: Path, routing_keys: tuple[str, ...]) -> list[Prompt]:
         messages = row_messages(row, place)
         if messages[-1]["role"] == "assistant":
             raise InputError(f"{place}: the last message is the assistant's; a prompt ends before the answer")
-        tools = row.get("tools")
+        tools = row_tools(row, place)
         prompts.append(
             Prompt(
                 prompt_id=str(row.get("id", number)),

@@ -1,5 +1,6 @@
 """The student's answers to one step's prompts, and the Parquet file that keeps them with their scores."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,8 +34,12 @@ _SCHEMA = pa.schema(
 class PromptBook:
     """Prompts as token ids, each tokenized once and remembered."""
 
-    def __init__(self, student: HFModel, prompts: Sequence[Prompt], config: TeachersFile) -> None:
+    def __init__(
+        self, student: HFModel, prompts: Sequence[Prompt], config: TeachersFile, *, max_length: int | None = None
+    ) -> None:
+        """`max_length` is the shortest context of all who read the prompts; None takes the student's."""
         self._student, self._config = student, config
+        self._max_length = min(max_length or student.max_length, student.max_length)
         self.prompts = prompts
         self._ids: dict[int, tuple[int, ...]] = {}
 
@@ -53,13 +58,17 @@ class PromptBook:
             effort = self._effort(prompt)
             tools = list(prompt.tools) if prompt.tools else None
             ids = prompt_token_ids(
-                self._student, prompt.messages, tools, dict(effort.chat_template_kwargs) if effort else {}
+                self._student,
+                prompt.messages,
+                tools,
+                dict(effort.chat_template_kwargs) if effort else {},
+                place=prompt.place,
             )
             budget = self.budget(prompt)
-            if len(ids) + budget > self._student.max_length:
+            if len(ids) + budget > self._max_length:
                 raise InputError(
                     f"{prompt.place}: prompt of {len(ids)} tokens and an answer of up to {budget} do not fit into the "
-                    f"model's context of {self._student.max_length}; shorten the prompt or lower max_new_tokens"
+                    f"model's context of {self._max_length}; shorten the prompt or lower max_new_tokens"
                 )
             self._ids[row] = tuple(ids)
         return self._ids[row]
@@ -77,7 +86,11 @@ def roll_out(
     A sample's random stream hangs on seed, step, prompt and sample number alone, so that batching and world size change
     nothing.
     """
-    jobs = [(row, n) for row in rows for n in range(config.train.samples_per_prompt)]
+    jobs: list[tuple[int, int]] = []
+    seen: Counter[int] = Counter()
+    for row in rows:  # a batch that reaches into the next epoch may hold a prompt twice
+        jobs += [(row, seen[row] + n) for n in range(config.train.samples_per_prompt)]
+        seen[row] += config.train.samples_per_prompt
     jobs = jobs[distributed.rank() :: distributed.world_size()]
     requests = []
     for row, number in jobs:

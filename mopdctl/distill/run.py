@@ -17,7 +17,7 @@ from mopdctl.distill.prompts import read_prompts, route
 from mopdctl.distill.rollout import PromptBook, roll_out, write_rollouts
 from mopdctl.distill.teachers import Teachers, load_teachers
 from mopdctl.engines.hf import HFModel
-from mopdctl.errors import InputError, MopdctlError
+from mopdctl.errors import MopdctlError
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.objective.reduction import first_non_finite
 from mopdctl.records import Rollout
@@ -59,6 +59,8 @@ class Clock:
 def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path) -> dict[str, Any]:
     """Everything that can be checked without loading a model: prompts, routing, model arguments. Writes nothing."""
     prompts = read_prompts(base / config.prompts, config.routing_keys)
+    if config.train.eval_every and config.train.eval_prompts:
+        read_prompts(base / config.train.eval_prompts, config.routing_keys)
     return {
         "name": config.name,
         "student": workspace.resolve_model(config.student, relative_to=base),
@@ -75,8 +77,8 @@ def run_distill(
 ) -> Path:
     """Distils the teachers into the student and writes the checkpoint `config.name`; returns its folder.
 
-    All input is checked before the first step. A killed run goes on from its last state and repeats the steps since then
-    exactly; a finished one is left as it is. `base` is the folder that relative paths start from.
+    All input is checked before the first step. A killed run goes on from its last state and repeats the steps since
+    then exactly; a finished one is left as it is. `base` is the folder that relative paths start from.
     """
     train = config.train
     plan_distill(config, workspace, base=base)
@@ -85,6 +87,9 @@ def run_distill(
     distributed.start()
     torch.manual_seed(train.seed)
     target, folder = workspace.checkpoint(config.name), workspace.run(config.name)
+    if (target / "card.json").exists():
+        open_run(folder, record)
+        return target
     student = HFModel.load(
         workspace.resolve_model(config.student, relative_to=base),
         dtype=train.dtype,
@@ -92,15 +97,14 @@ def run_distill(
         batch_size=train.sampling_batch_size,
     )
     teachers = load_teachers(config, student, workspace, base=base)
-    book = PromptBook(student, prompts, config)
+    max_length = min(model.max_length for model in (student, *teachers.by_alias.values()))
+    book = PromptBook(student, prompts, config, max_length=max_length)
     for step in range(train.steps):
         for row in _rows(step, len(book), train):
             book.token_ids(row)
-    held = held_out.prepare(config, student, base=base) if train.eval_every else None
+    held = held_out.prepare(config, student, base=base, max_length=max_length) if train.eval_every else None
     with locked(folder / f"rank-{distributed.rank()}"):
         open_run(folder, record)
-        if (target / "card.json").exists():
-            return target
         measure = held_out.start(*held, student, teachers) if held else None
         if train.warm_start == "merge":
             merge_into(student, config, workspace, base=base, scale=train.warm_start_scale)
@@ -293,8 +297,6 @@ def _record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[str,
         record["teachers"][alias]["model"] = model_identity(workspace.resolve_model(teacher.model, relative_to=base))
     record["prompts"] = file_digest(base / config.prompts)
     if config.train.eval_prompts:
-        if not (base / config.train.eval_prompts).exists():
-            raise InputError(f"{base / config.train.eval_prompts}: no such file; check train.eval_prompts")
         record["train"]["eval_prompts"] = file_digest(base / config.train.eval_prompts)
     # Teachers are keyed by alias and sorted: their order in the file means nothing.
     record["teachers"] = dict(sorted(record["teachers"].items()))

@@ -40,5 +40,10 @@ def load_teachers(config: TeachersFile, student: HFModel, workspace: Workspace, 
                     f"teacher {alias!r} ({teacher.model}): differs from student {config.student} in "
                     f"{'; '.join(found)}; a teacher must read the student's tokens as the student wrote them"
                 )
+            if loaded[key].vocab_size != student.vocab_size:
+                raise InputError(
+                    f"teacher {alias!r} ({teacher.model}): its embedding has {loaded[key].vocab_size} rows for the "
+                    f"{student.vocab_size} tokens of the student; every token needs one"
+                )
         by_alias[alias] = loaded[key]
     return Teachers(by_alias)

@@ -1,5 +1,7 @@
 """Kullback-Leibler divergences from the teacher, in nats: two estimates from the sampled token, and the exact value."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,12 +38,31 @@ def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:
 
     Source: DeepSeek-V4 report, section 5.1.2, Eq. 29; Nemotron 3 Ultra report, Eq. 1, at each student prefix.
     """
-    policy_V = torch.log_softmax(_at_least_float32(policy_logits_V), dim=-1)
-    teacher_V = torch.log_softmax(_at_least_float32(teacher_logits_V.detach()), dim=-1)
-    probability_V = policy_V.exp()
-    # Also where log p is finite but p underflows: 0 * inf would be NaN.
-    difference_V = torch.where(probability_V == 0, torch.zeros_like(policy_V), policy_V - teacher_V)
-    return (probability_V * difference_V).sum(dim=-1)
+    return _ReverseKL.apply(_at_least_float32(policy_logits_V), _at_least_float32(teacher_logits_V.detach()))
+
+
+class _ReverseKL(torch.autograd.Function):
+    """The reverse KL with its gradient in closed form: dKL / dz_v = p_v (log p_v - log q_v - KL).
+
+    It is exactly zero where policy and teacher are equal; the gradient that autograd composes leaves rounding there,
+    which Adam would divide by its own size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:
+        policy_V = torch.log_softmax(policy_logits_V, dim=-1)
+        probability_V = policy_V.exp()
+        # Also where log p is finite but p underflows: 0 * inf would be NaN.
+        difference_V = policy_V - torch.log_softmax(teacher_logits_V, dim=-1)
+        difference_V = torch.where(probability_V == 0, torch.zeros_like(policy_V), difference_V)
+        kl = (probability_V * difference_V).sum(dim=-1)
+        ctx.save_for_backward(probability_V, difference_V, kl)
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        probability_V, difference_V, kl = ctx.saved_tensors
+        return gradient.unsqueeze(-1) * probability_V * (difference_V - kl.unsqueeze(-1)), None
 
 
 def entropy(logits_V: Tensor) -> Tensor:

@@ -3,8 +3,11 @@
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
@@ -70,7 +73,45 @@ def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str,
             raise InputError(f"{place}: message {number} has no 'role'")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise InputError(f"{place}: message {number} has no text in 'content'")
+        try:
+            str(message.get("content")).encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{place}: message {number} holds half a character (a lone surrogate)") from None
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
+
+
+def row_tools(row: Row, place: str) -> list[dict[str, Any]] | None:
+    """The `tools` of a row, None if it has none. Raises InputError if they are no list of named functions."""
+    tools = row.get("tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise InputError(f"{place}: 'tools' must be a list of functions")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(f"{place}: 'tools' entry {number} has no 'function' with a 'name'")
+    return tools
+
+
+def row_conversation(row: Row, place: str) -> list[dict[str, Any]]:
+    """The messages of a row to train on. Raises InputError if the assistant says nothing in it."""
+    messages = row_messages(row, place)
+    if not any(m["role"] == "assistant" for m in messages):
+        raise InputError(f"{place}: no assistant message to train on")
+    return messages
+
+
+@contextmanager
+def template_errors(place: str) -> Iterator[None]:
+    """Turns what a chat template or tokenizer raises on unusual messages into an InputError that names the row."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{place}: the chat template does not take it ({reason})") from None
 
 
 def conversation_ids(
@@ -85,28 +126,35 @@ def conversation_ids(
         raise InputError(f"{place}: no assistant message to train on")
     if model.tokenizer.chat_template is None:
         raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
-    template = model.tokenizer.get_chat_template(tools=tools)  # one of several, where the tokenizer has several
-    if re.search(r"{%[-+]?\s*generation\b", template):
-        found = model.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, mask = list(found["input_ids"]), list(found["assistant_masks"])
-    else:
-        ids, mask = _mask_by_prefix(model, messages, tools, place)
+    with template_errors(place):
+        ids, mask = _conversation(model, messages, tools, place)
     if loss_on == "all":
         mask = [0] + [1] * (len(ids) - 1)
     return ids, mask
 
 
+def _conversation(
+    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, place: str
+) -> tuple[list[int], list[int]]:
+    template = model.tokenizer.get_chat_template(tools=tools)  # one of several, where the tokenizer has several
+    if re.search(r"{%[-+]?\s*generation\b", template):
+        found = model.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(found["input_ids"]), list(found["assistant_masks"])
+    return _mask_by_prefix(model, messages, tools, place)
+
+
 def prompt_token_ids(
-    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any]
+    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], *, place: str = "prompt"
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to write."""
     if model.tokenizer.chat_template is None:
         raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
-    found = model.tokenizer.apply_chat_template(
-        list(messages), tools=tools, tokenize=True, add_generation_prompt=True, return_dict=True, **kwargs
-    )
+    with template_errors(place):
+        found = model.tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=True, add_generation_prompt=True, return_dict=True, **kwargs
+        )
     return list(found["input_ids"])
 
 

@@ -24,7 +24,7 @@ from mopdctl.runs import (
 )
 from mopdctl.train import distributed
 from mopdctl.train.batch import MicroBatch, TrainSequence, cut
-from mopdctl.train.data import conversation_ids, read_rows, row_messages
+from mopdctl.train.data import conversation_ids, read_rows, row_conversation, row_tools
 from mopdctl.train.optimizer import build_optimizers, learning_rate
 from mopdctl.train.order import rows_of_step
 from mopdctl.train.state import load_state, save_state
@@ -41,8 +41,11 @@ def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
 
 def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path) -> dict[str, Any]:
     """Everything that can be checked without loading the model. Writes nothing."""
-    rows = [read_rows(base / path) for path in config.data]
-    return {"model": workspace.resolve_model(config.model, relative_to=base), "rows": sum(map(len, rows))}
+    rows = [placed for path in config.data for placed in read_rows(base / path)]
+    for place, row in rows:
+        row_conversation(row, place)
+        row_tools(row, place)
+    return {"model": workspace.resolve_model(config.model, relative_to=base), "rows": len(rows)}
 
 
 def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnStep = lambda step, row: None) -> Path:
@@ -51,7 +54,6 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     A run that was killed goes on from its last state. A finished one is left as it is. `base` is the folder that
     relative paths start from. Raises InputError before the first step for unusable data.
     """
-    files = [base / path for path in config.data]
     start = workspace.resolve_model(config.model, relative_to=base)
     target = workspace.checkpoint(config.name)
     record = config.model_dump(mode="json") | {
@@ -60,16 +62,17 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     }
     distributed.start()
     folder = workspace.run(config.name)
+    if (target / "card.json").exists():
+        open_run(folder, record)
+        return target
+    rows = [placed for path in config.data for placed in read_rows(base / path)]
+    model = HFModel.load(start, dtype=config.train.dtype, train=True)
+    order = [_rows_of_rank(number, len(rows), config) for number in range(config.train.steps)]
+    sequences = {i: _sequence(model, str(i), *rows[i], config) for i in sorted({i for part in order for i in part})}
     with locked(folder / f"rank-{distributed.rank()}"):
         open_run(folder, record)
-        if (target / "card.json").exists():
-            return target
-        model = HFModel.load(start, dtype=config.train.dtype, train=True)
         if config.train.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
-        rows = [placed for path in files for placed in read_rows(path)]
-        order = [_rows_of_rank(number, len(rows), config) for number in range(config.train.steps)]
-        sequences = {i: _sequence(model, str(i), *rows[i], config) for i in sorted({i for part in order for i in part})}
         optimizers = build_optimizers(model, config.train)
         step, _ = load_state(folder / "state", model.model, optimizers)
         log = MetricsLog(folder / "metrics.jsonl", next_step=step) if distributed.rank() == 0 else None
@@ -125,7 +128,8 @@ def _rows_of_rank(step: int, num_rows: int, config: SftConfig) -> list[int]:
 
 
 def _sequence(model: HFModel, sample_id: str, place: str, row: dict[str, Any], config: SftConfig) -> TrainSequence:
-    ids, mask = conversation_ids(model, row_messages(row, place), row.get("tools"), place=place, loss_on=config.loss_on)
+    messages, tools = row_conversation(row, place), row_tools(row, place)
+    ids, mask = conversation_ids(model, messages, tools, place=place, loss_on=config.loss_on)
     limit = min(config.max_length, model.max_length)
     if len(ids) > limit:
         raise InputError(f"{place}: {len(ids)} tokens, but at most {limit} fit; shorten or drop the row")

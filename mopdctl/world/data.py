@@ -14,7 +14,7 @@ from mopdctl.world.domains import DOMAINS
 from mopdctl.world.examples import Example, Values
 
 TEST_SIZE = 500
-HARD_SHARE = 0.05
+HARD_SHARE = 0.1
 """Share of hard examples that the SFT mixture keeps."""
 
 

@@ -10,7 +10,7 @@ from mopdctl.config.base import Strict
 class Recipe(Strict):
     """Steps and learning rates of every stage. All stages use Muon beside AdamW."""
 
-    student_steps: int = 30
+    student_steps: int = 40
     student_batch: int = 96
     student_rate: float = 1.5e-3
     mixture_weights: dict[str, int] = Field(
@@ -18,29 +18,29 @@ class Recipe(Strict):
     )
     """Rows of each domain in the SFT mixture, in proportion: short answers need more rows to weigh as much."""
     specialist_steps: dict[str, int] = Field(
-        default={"arithmetic": 200, "instructions": 60, "structured": 60, "tools": 70}
+        default={"arithmetic": 200, "instructions": 70, "structured": 80, "tools": 60}
     )
     specialist_batch: int = 64
     specialist_rate: dict[str, float] = Field(
-        default={"arithmetic": 1e-3, "instructions": 2e-3, "structured": 2e-3, "tools": 2e-3}
+        default={"arithmetic": 7e-4, "instructions": 1e-3, "structured": 1.5e-3, "tools": 1e-3}
     )
-    refork: tuple[str, ...] = ("arithmetic", "tools")
+    refork: tuple[str, ...] = ("arithmetic", "instructions")
     """Domains whose specialist is trained again from `mopd1`."""
-    refork_steps: dict[str, int] = Field(default={"arithmetic": 100, "tools": 40})
-    mopd_batch: int = 96
+    refork_steps: dict[str, int] = Field(default={"arithmetic": 120, "instructions": 50})
+    mopd_batch: int = 105
     prompt_weights: dict[str, int] = Field(
-        default={"arithmetic": 2, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
+        default={"arithmetic": 3, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1}
     )
     """Prompts of each domain for MOPD, in proportion."""
-    mopd1_steps: int = 60
-    mopd2_steps: int = 50
-    mopd_rate: float = 1e-3
+    mopd1_steps: int = 70
+    mopd2_steps: int = 70
+    mopd_rate: float = 2e-3
     objective: Literal["sampled", "exact"] = "exact"
     loss_reduction: Literal["token", "sequence"] = "sequence"
     warm_start: Literal["none", "merge"] = "merge"
     """How `mopd1` begins; `mopd2` always begins from `mopd1` itself."""
     warm_start_scale: float = 0.3
-    merge_scale: float = 0.3
+    merge_scale: float = 0.25
     """Scale of the merge control: the best on the dev split, so that the control is a strong one."""
     documents: int = 500
     """Test documents per task for the recovery table."""
