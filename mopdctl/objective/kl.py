@@ -38,7 +38,9 @@ def reverse_kl(policy_logits_V: Tensor, teacher_logits_V: Tensor) -> Tensor:
 
     Source: DeepSeek-V4 report, section 5.1.2, Eq. 29; Nemotron 3 Ultra report, Eq. 1, at each student prefix.
     """
-    return _ReverseKL.apply(_at_least_float32(policy_logits_V), _at_least_float32(teacher_logits_V.detach()))
+    teacher_V = _at_least_float32(teacher_logits_V.detach())
+    kl: Tensor = _ReverseKL.apply(_at_least_float32(policy_logits_V), teacher_V)  # type: ignore[no-untyped-call]
+    return kl
 
 
 class _ReverseKL(torch.autograd.Function):
@@ -60,7 +62,7 @@ class _ReverseKL(torch.autograd.Function):
         return kl
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         probability_V, difference_V, kl = ctx.saved_tensors
         return gradient.unsqueeze(-1) * probability_V * (difference_V - kl.unsqueeze(-1)), None
 

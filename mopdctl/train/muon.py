@@ -39,6 +39,7 @@ class Muon(torch.optim.Optimizer):
                 directions = []
                 for parameter in parameters:
                     gradient = parameter.grad
+                    assert gradient is not None
                     state = self.state[parameter]
                     buffer = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
                     buffer.mul_(group["momentum"]).add_(gradient)
