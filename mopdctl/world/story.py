@@ -122,4 +122,10 @@ def read_see_saw(workspace: Workspace, recipe: Recipe) -> dict[str, dict[str, fl
     from mopdctl.evals.scores import read_scores
 
     names = ["student", *SPECIALIST_DOMAINS, "mopd1", *(f"{d}-2" for d in recipe.refork), "mopd2", *CONTROLS]
-    return {name: {s.benchmark: s.score for s in read_scores(workspace.evaluation(name)).scores} for name in names}
+    return {
+        name: {s.benchmark: _tidy(s.score) for s in read_scores(workspace.evaluation(name)).scores} for name in names
+    }
+
+
+def _tidy(score: float | None) -> float | None:
+    return None if score is None else round(score, 2)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,15 +162,21 @@ def test_a_finished_run_is_left_as_it_is(cli: Cli, documents: Path, tmp_path: Pa
     assert state() == before
 
 
-def test_a_checkpoint_that_something_else_made_does_not_pass_for_a_finished_run(
-    cli: Cli, documents: Path, tmp_path: Path
+@pytest.mark.parametrize("command", ["distill", "merge"])
+def test_a_checkpoint_that_something_else_made_is_neither_replaced_nor_taken_for_ours(
+    cli: Cli, tiny: Path, documents: Path, tmp_path: Path, command: str
 ) -> None:
-    arguments = ["--teachers", documents / "exact.yaml", "--workspace", tmp_path, "--name", "taken"]
-    assert cli("merge", *arguments).code == 0
+    arguments = ["--teachers", documents / "exact.yaml", "--workspace", tmp_path]
+    shutil.copytree(tiny / "models" / "student", tmp_path / "checkpoints" / "copied")
+    if command == "distill":
+        assert cli("merge", *arguments, "--name", "merge").code == 0
+    else:
+        assert cli("distill", *arguments, "--name", "merge", "--steps", 1).code == 0
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    ended = cli("distill", *arguments, "--json")
-    assert (ended.code, ended.stdout) == (2, "")
-    assert "taken" in ended.stderr
+    for name in ("copied", "merge"):
+        ended = cli(command, *arguments, "--name", name, "--json")
+        assert (ended.code, ended.stdout) == (2, "")
+        assert f"checkpoints/{name}: " in ended.stderr
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
