@@ -148,13 +148,43 @@ def open_run(folder: Path, config: dict[str, Any]) -> None:
     if path.exists():
         before = read_json(path)
         if before != config:
-            keys = sorted(k for k in before.keys() | config.keys() if before.get(k) != config.get(k))
+            keys = differing_keys(before, config)
             raise InputError(
                 f"{folder}: was begun with another configuration ({', '.join(keys)} differ); "
                 "use another name, restore the configuration, or delete the folder"
             )
         return
     write_json(path, config)
+
+
+def differing_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys at which two JSON-like documents differ, as deep as both are mappings."""
+    found = []
+    for key in sorted(before.keys() | after.keys()):
+        one, other = before.get(key), after.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += differing_keys(one, other, f"{prefix}{key}.")
+        elif one != other:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def finished(checkpoint: Path, run: Path | None, config: dict[str, Any]) -> bool:
+    """Whether what `config` makes is there already.
+
+    Raises InputError if something else has the name, so that it is neither replaced nor taken for ours.
+    """
+    if not checkpoint.exists():
+        return False
+    if run and (run / "config.json").exists():
+        open_run(run, config)
+    card = read_card(checkpoint)
+    if card.get("fingerprint") != fingerprint(config):
+        known = card.get("config")
+        keys = differing_keys(known, config) if isinstance(known, dict) else []
+        differing = f" ({', '.join(keys)} differ)" if 0 < len(keys) <= 5 else ""
+        raise InputError(f"{checkpoint}: something else has this name{differing}; use another name")
+    return True
 
 
 class MetricsLog:

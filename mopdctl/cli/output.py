@@ -15,8 +15,9 @@ def note(text: str) -> None:
 
 
 def result(text: str) -> None:
-    """The result of a command, on stdout."""
-    print(text, flush=True)  # noqa: T201
+    """The result of a command, on stdout; of the processes that `torchrun` starts, the first one's alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)  # noqa: T201
 
 
 def result_json(document: Any) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.prompts import read_prompts, teacher_of
+from mopdctl.distill.prompts import checked_teacher, read_prompts
 from mopdctl.distill.rollout import PromptBook
 from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.base import SampleRequest
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
+from mopdctl.records import Prompt
 from mopdctl.verifiers import VERIFIERS, VerdictState, verify
 
 
@@ -34,20 +35,33 @@ class HeldOut:
         return {"held_out/score": dict(scores), "held_out/recovery_pct": recovered}
 
 
-def prepare(
-    config: TeachersFile, student: HFModel, *, base: Path, max_length: int
-) -> tuple[PromptBook, dict[str, list[int]]]:
-    """Reads and checks the held-out prompts; the first `eval_size` of each teacher are used."""
+def read(config: TeachersFile, *, base: Path) -> tuple[list[Prompt], dict[str, list[int]]]:
+    """The held-out prompts, and the rows of the first `eval_size` of each teacher. All checks that need no model."""
     path = base / config.train.eval_prompts if config.train.eval_prompts else base
     prompts = read_prompts(path, config.routing_keys)
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if prompt.verifier not in VERIFIERS:
             raise InputError(f"{prompt.place}: verifier {prompt.verifier!r} is none of {', '.join(VERIFIERS)}")
-        alias = teacher_of(prompt.routing, config)
+        verdict = verify(prompt.verifier, "", prompt.reference)
+        if verdict.state is VerdictState.INVALID_REFERENCE:
+            raise InputError(f"{prompt.place}: {verdict.detail}")
+        alias = checked_teacher(prompt, config)
         if len(rows.setdefault(alias, [])) < config.train.eval_size:
             rows[alias].append(row)
-    return PromptBook(student, prompts, config, max_length=max_length), rows
+    return prompts, rows
+
+
+def prepare(
+    config: TeachersFile, student: HFModel, *, base: Path, max_length: int
+) -> tuple[PromptBook, dict[str, list[int]]]:
+    """Reads and checks the held-out prompts, their lengths included."""
+    prompts, rows = read(config, base=base)
+    book = PromptBook(student, prompts, config, max_length=max_length)
+    for found in rows.values():
+        for row in found:
+            book.token_ids(row)
+    return book, rows
 
 
 def start(book: PromptBook, rows: dict[str, list[int]], student: HFModel, teachers: Teachers) -> HeldOut:

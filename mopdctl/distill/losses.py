@@ -6,6 +6,7 @@ from torch import Tensor
 from mopdctl.config.teachers import DistillTrainConfig
 from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.layout import response_logits, token_logprobs
+from mopdctl.errors import MopdctlError
 from mopdctl.objective.advantage import distillation_advantage
 from mopdctl.objective.correction import correction_weight, staleness_ratio
 from mopdctl.objective.kl import entropy, kl_k1, kl_k3, reverse_kl
@@ -52,10 +53,23 @@ def exact_kl_loss(config: DistillTrainConfig, teachers: Teachers) -> Algorithm:
         teacher_N = token_logprobs(teacher_NV, batch.tokens_N)
         weight_N, metrics = _correction(config, prox_N, batch)
         kl_N = reverse_kl(logits_NV, teacher_NV)
+        _refuse_non_finite(kl_N.detach(), batch)
         metrics |= _agreement(logits_NV, policy_N, teacher_N) | {"distill/kl_exact_nats": kl_N.detach()}
         return TokenLoss(weight_N * kl_N, metrics, {"teacher_logprobs": teacher_N})
 
     return loss
+
+
+def _refuse_non_finite(kl_N: Tensor, batch: MicroBatch) -> None:
+    """Raises MopdctlError naming sample and teacher for the first KL that is not a number."""
+    bad = (~torch.isfinite(kl_N)).nonzero()
+    if len(bad):
+        first = int(bad[0])
+        row, column = (int(i) for i in batch.active_BR.nonzero()[first])
+        raise MopdctlError(
+            f"sample {batch.sequences[row].sample_id}: the KL at token {column} (id {int(batch.tokens_N[first])}) is "
+            f"{float(kl_N[first])}; teacher {batch.teacher_id!r} gives no number, or no probability"
+        )
 
 
 def _correction(config: DistillTrainConfig, prox_N: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -54,6 +54,18 @@ def teacher_of(routing: dict[str, str], config: TeachersFile) -> str:
     return found[0]
 
 
+def checked_teacher(prompt: Prompt, config: TeachersFile) -> str:
+    """The alias of a prompt's teacher. Raises InputError with the prompt's place, for an unknown effort too."""
+    if len(config.routing_keys) > 1 and config.efforts:
+        effort = prompt.routing[config.routing_keys[1]]
+        if effort not in config.efforts:
+            raise InputError(f"{prompt.place}: unknown effort {effort!r}; efforts: {', '.join(config.efforts)}")
+    try:
+        return teacher_of(prompt.routing, config)
+    except InputError as error:
+        raise InputError(f"{prompt.place}: {error}") from None
+
+
 def route(prompts: list[Prompt], config: TeachersFile) -> dict[str, int]:
     """Checks that every prompt has one teacher and every teacher a prompt; returns prompts per alias.
 
@@ -61,14 +73,7 @@ def route(prompts: list[Prompt], config: TeachersFile) -> dict[str, int]:
     """
     counts = dict.fromkeys(config.teachers, 0)
     for prompt in prompts:
-        if len(config.routing_keys) > 1 and config.efforts:
-            effort = prompt.routing[config.routing_keys[1]]
-            if effort not in config.efforts:
-                raise InputError(f"{prompt.place}: unknown effort {effort!r}; efforts: {', '.join(config.efforts)}")
-        try:
-            counts[teacher_of(prompt.routing, config)] += 1
-        except InputError as error:
-            raise InputError(f"{prompt.place}: {error}") from None
+        counts[checked_teacher(prompt, config)] += 1
     idle = [alias for alias, count in counts.items() if not count]
     if idle:
         raise InputError(f"teacher {idle[0]!r}: no prompt routes to it; remove it or add prompts of its domains")

@@ -12,7 +12,7 @@ import torch
 from mopdctl.config.teachers import DistillTrainConfig, TeachersFile
 from mopdctl.distill import held_out
 from mopdctl.distill.losses import exact_kl_loss, sampled_token_loss
-from mopdctl.distill.merge import merge_into
+from mopdctl.distill.merge import check_architectures, merge_into
 from mopdctl.distill.prompts import read_prompts, route
 from mopdctl.distill.rollout import PromptBook, roll_out, write_rollouts
 from mopdctl.distill.teachers import Teachers, load_teachers
@@ -26,6 +26,7 @@ from mopdctl.runs import (
     Workspace,
     building,
     checkpoint_digest,
+    finished,
     locked,
     model_identity,
     open_run,
@@ -36,7 +37,7 @@ from mopdctl.train import distributed
 from mopdctl.train.batch import TrainSequence, cut
 from mopdctl.train.optimizer import Optimizers, build_optimizers, learning_rate
 from mopdctl.train.order import rows_of_step
-from mopdctl.train.state import load_state, save_state
+from mopdctl.train.state import load_state, save_state, saved_steps
 from mopdctl.train.step import Accumulated, Algorithm, accumulate
 
 OnStep = Callable[[int, dict[str, Any]], None]
@@ -59,8 +60,8 @@ class Clock:
 def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path) -> dict[str, Any]:
     """Everything that can be checked without loading a model: prompts, routing, model arguments. Writes nothing."""
     prompts = read_prompts(base / config.prompts, config.routing_keys)
-    if config.train.eval_every and config.train.eval_prompts:
-        read_prompts(base / config.train.eval_prompts, config.routing_keys)
+    if config.train.eval_every:
+        held_out.read(config, base=base)
     return {
         "name": config.name,
         "student": workspace.resolve_model(config.student, relative_to=base),
@@ -87,8 +88,7 @@ def run_distill(
     distributed.start()
     torch.manual_seed(train.seed)
     target, folder = workspace.checkpoint(config.name), workspace.run(config.name)
-    if (target / "card.json").exists():
-        open_run(folder, record)
+    if finished(target, folder, record):
         return target
     student = HFModel.load(
         workspace.resolve_model(config.student, relative_to=base),
@@ -97,6 +97,8 @@ def run_distill(
         batch_size=train.sampling_batch_size,
     )
     teachers = load_teachers(config, student, workspace, base=base)
+    if train.warm_start == "merge":
+        check_architectures(student, teachers)
     max_length = min(model.max_length for model in (student, *teachers.by_alias.values()))
     book = PromptBook(student, prompts, config, max_length=max_length)
     for step in range(train.steps):
@@ -106,7 +108,7 @@ def run_distill(
     with locked(folder / f"rank-{distributed.rank()}"):
         open_run(folder, record)
         measure = held_out.start(*held, student, teachers) if held else None
-        if train.warm_start == "merge":
+        if train.warm_start == "merge" and not saved_steps(folder / "state"):
             merge_into(student, config, workspace, base=base, scale=train.warm_start_scale)
         if train.gradient_checkpointing:
             student.model.gradient_checkpointing_enable()
@@ -215,7 +217,10 @@ def update(
     step: int,
     train: DistillTrainConfig,
 ) -> tuple[Accumulated, float]:
-    """One or more optimizer steps on one batch; returns the first accumulation and its gradient norm."""
+    """One or more optimizer steps on one batch; returns the first accumulation and its gradient norm.
+
+    The clip fraction alone is that of the last inner step: in the first one nothing can be clipped.
+    """
     micro_batches = cut(
         sequences,
         reduction=train.loss_reduction,
@@ -229,6 +234,8 @@ def update(
         result = accumulate(student, micro_batches, algorithm, per_teacher_norms=shares)
         norm = optimizers.step(learning_rate(step, train), train.max_grad_norm)
         first = first or (result, norm)
+        for name in result.means.keys() & {"distill/clip_fraction"}:
+            first[0].means[name] = result.means[name]
     assert first is not None
     return first
 

@@ -17,6 +17,7 @@ from mopdctl.runs import (
     Workspace,
     building,
     checkpoint_digest,
+    finished,
     locked,
     model_identity,
     open_run,
@@ -62,8 +63,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     }
     distributed.start()
     folder = workspace.run(config.name)
-    if (target / "card.json").exists():
-        open_run(folder, record)
+    if finished(target, folder, record):
         return target
     rows = [placed for path in config.data for placed in read_rows(base / path)]
     model = HFModel.load(start, dtype=config.train.dtype, train=True)
