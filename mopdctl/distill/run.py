@@ -106,6 +106,8 @@ def run_distill(
             book.token_ids(row)
     held = held_out.prepare(config, student, base=base, max_length=max_length) if train.eval_every else None
     with locked(folder / f"rank-{distributed.rank()}"):
+        if finished(target, folder, record):  # by another process, while this one loaded
+            return target
         open_run(folder, record)
         measure = held_out.start(*held, student, teachers) if held else None
         if train.warm_start == "merge" and not saved_steps(folder / "state"):

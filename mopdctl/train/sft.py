@@ -70,6 +70,8 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     order = [_rows_of_rank(number, len(rows), config) for number in range(config.train.steps)]
     sequences = {i: _sequence(model, str(i), *rows[i], config) for i in sorted({i for part in order for i in part})}
     with locked(folder / f"rank-{distributed.rank()}"):
+        if finished(target, folder, record):  # by another process, while this one loaded
+            return target
         open_run(folder, record)
         if config.train.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
