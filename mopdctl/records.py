@@ -1,7 +1,11 @@
 """The values that cross borders between features. Frozen, plain, without torch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # numpy takes a tenth of a second to load, and most commands that read this have no arrays
+    import numpy as np
+    from numpy.typing import NDArray
 
 Message = dict[str, Any]
 
@@ -22,21 +26,63 @@ class Prompt:
     """Where it was read, for error messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sampled answer: its tokens as they came, the end token included if it was sampled."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One rollout: the tokens of prompt and response as they came, and what was said about them.
+
+    T tokens, N of them loss-active: those that the policy sampled. The end token is one if it was sampled; what a tool
+    answered is not. Streams have one entry per loss-active token, in order.
+    """
 
     sample_id: str
     prompt_id: str
+    group_id: str
+    """Samples that are compared with each other share it."""
+    generation_index: int
+    domain: str
     teacher_id: str
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    behavior_logprobs: tuple[float, ...]
-    """Natural log of the probability that the sampling distribution gave each response token."""
+    """Alias of its one teacher; empty if nobody judges."""
+    policy_version_min: int
+    """Optimizer steps that the weights of its oldest token had seen."""
+    policy_version_max: int
+    tokens: "NDArray[np.int32]"
+    """[T]"""
+    prompt_length: int
+    loss_mask: "NDArray[np.bool_]"
+    """[T]"""
+    behavior_logprobs: "NDArray[np.float32]"
+    """[N], natural log of the probability in the distribution that was sampled from."""
     finish_reason: str
-    """`stop` (an end token was sampled) or `length` (the token budget ran out)."""
-    policy_version: int
-    """Optimizer steps that the sampling weights had seen."""
+    """`stop` (an end token was sampled), `length` (the budget ran out) or `tool_lost` (a command's result was)."""
+    attempt: int = 1
+    """How many processes wrote at it before the one that finished it, itself included."""
+    tokenizer_fingerprint: str = ""
+    sampling_fingerprint: str = ""
+    teacher_logprobs: "NDArray[np.float32] | None" = None
+    """[N], natural log of the teacher's probability at temperature 1."""
+    teacher_topk_ids: "NDArray[np.int32] | None" = None
+    """[N, K]"""
+    teacher_topk_logprobs: "NDArray[np.float32] | None" = None
+    """[N, K]"""
+    teacher_hidden: "NDArray[np.uint16] | None" = None
+    """[N, H], bfloat16 bits."""
+    reward: float | None = None
+    rewards: "NDArray[np.float32] | None" = None
+
+    @property
+    def prompt_ids(self) -> "NDArray[np.int32]":
+        """The prompt's tokens."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def response_ids(self) -> "NDArray[np.int32]":
+        """Everything after the prompt, [R]."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def response_mask(self) -> "NDArray[np.bool_]":
+        """The loss mask of the response, [R]."""
+        return self.loss_mask[self.prompt_length :]
 
 
 @dataclass(frozen=True, slots=True)

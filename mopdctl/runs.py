@@ -46,8 +46,12 @@ class Workspace:
         """`scores.json`, `samples.jsonl`, `card.json` and the harness's own files under `lm_eval/`."""
         return self.root / "evals" / check_name(name)
 
+    def rollouts(self, name: str) -> Path:
+        """A rollout store."""
+        return self.root / "rollouts" / check_name(name)
+
     def run(self, name: str) -> Path:
-        """The resolved configuration, `metrics.jsonl`, rollouts and resumable state of one training run."""
+        """The resolved configuration, `metrics.jsonl` and resumable state of one training run."""
         return self.root / "runs" / check_name(name)
 
     def resolve_model(self, model: str, *, relative_to: Path | None = None) -> str:

@@ -104,10 +104,30 @@ def teachers_document(tiny: Path) -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def finished() -> Callable[..., SimpleNamespace]:
     """Reads what a run left: metrics without times, the final weights, the card, and all rollouts."""
-    import pyarrow.parquet as pq
     from safetensors.torch import load_file
 
     from mopdctl.runs import Workspace, read_card, read_metrics
+    from mopdctl.store.store import Store
+
+    def rollouts_by_step(store: Path) -> list[list[dict[str, Any]]]:
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for sample in Store(store).scan():
+            assert sample.policy_version_min == sample.policy_version_max
+            assert sample.teacher_logprobs is not None
+            steps.setdefault(int(sample.group_id.rpartition("/")[2]), []).append(
+                {
+                    "sample_id": sample.sample_id,
+                    "prompt_id": sample.prompt_id,
+                    "teacher_id": sample.teacher_id,
+                    "policy_version": sample.policy_version_min,
+                    "finish_reason": sample.finish_reason,
+                    "prompt_ids": sample.prompt_ids.tolist(),
+                    "response_ids": sample.response_ids.tolist(),
+                    "behavior_logprobs": sample.behavior_logprobs.tolist(),
+                    "teacher_logprobs": sample.teacher_logprobs.tolist(),
+                }
+            )
+        return [rows for _, rows in sorted(steps.items())]
 
     def read(workspace: Path, name: str = "merged") -> SimpleNamespace:
         folder, checkpoint = Workspace(workspace).run(name), Workspace(workspace).checkpoint(name)
@@ -119,7 +139,7 @@ def finished() -> Callable[..., SimpleNamespace]:
             times=[{k: v for k, v in row.items() if k.startswith("perf/")} for row in rows],
             weights=load_file(checkpoint / "model.safetensors"),
             card=read_card(checkpoint),
-            rollouts=[pq.read_table(p).to_pylist() for p in sorted((folder / "rollouts").glob("*.parquet"))],
+            rollouts=rollouts_by_step(Workspace(workspace).rollouts(name)),
         )
 
     return read

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from mopdctl import __version__
-from mopdctl.cli import distill, evaluate, merge, quickstart, recovery, sft
+from mopdctl.cli import distill, evaluate, merge, quickstart, recovery, rollout, sft, store
 from mopdctl.cli.output import note
 from mopdctl.errors import MopdctlError
 
@@ -38,6 +38,8 @@ app.command("recovery")(recovery.recovery)
 app.command("eval")(evaluate.evaluate)
 app.command("merge")(merge.merge)
 app.command("sft")(sft.sft)
+app.command("rollout")(rollout.rollout)
+app.add_typer(store.app, name="store")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
-from mopdctl.cli.output import result, result_json, stdout_reserved
+from mopdctl.cli.output import note, result, result_json, stdout_reserved
 from mopdctl.cli.training import step_progress
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 
@@ -64,7 +64,11 @@ def distill(
         document = plan_distill(config, place, base=teachers.parent)
         if not dry_run:
             target = run_distill(
-                config, place, base=teachers.parent, on_step=step_progress(config.name, config.train.steps)
+                config,
+                place,
+                base=teachers.parent,
+                on_step=step_progress(config.name, config.train.steps),
+                on_note=note,
             )
             document["checkpoint"] = str(target)
     result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))

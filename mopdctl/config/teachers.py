@@ -50,6 +50,8 @@ class DistillTrainConfig(TrainConfig):
     """Must be 1: a truncated distribution gives some tokens no probability, and breaks the importance ratios."""
     sampling_batch_size: int = Field(default=256, gt=0)
     """Answers sampled or scored at the same time."""
+    durability: Literal["off", "process", "host"] = "process"
+    """What a sampled token survives at once: nothing, the death of the process, or that of the machine."""
     objective: Literal["sampled", "exact"] = "sampled"
     """`sampled`: policy gradient on the sampled token. `exact`: reverse KL over the whole vocabulary."""
     staleness: Literal[0, 1] = 0

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.prompts import checked_teacher, read_prompts
+from mopdctl.distill.prompts import checked_teacher
 from mopdctl.distill.rollout import PromptBook
 from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.base import SampleRequest
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt
+from mopdctl.rollouts.prompts import read_prompts
 from mopdctl.verifiers import VERIFIERS, VerdictState, verify
 
 

@@ -1,40 +1,8 @@
-"""Prompts of a distillation run, and the strict rule that gives each exactly one teacher."""
-
-from collections import Counter
-from pathlib import Path
+"""The strict rule that gives each prompt exactly one teacher."""
 
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt
-from mopdctl.train.data import read_rows, row_messages, row_tools
-
-
-def read_prompts(path: Path, routing_keys: tuple[str, ...]) -> list[Prompt]:
-    """The prompts in a JSONL or Parquet file. Raises InputError naming the row for one that cannot be used."""
-    prompts = []
-    for number, (place, row) in enumerate(read_rows(path)):
-        for key in routing_keys:
-            if not isinstance(row.get(key), str):
-                raise InputError(f"{place}: no text in routing field {key!r}; every prompt needs one")
-        messages = row_messages(row, place)
-        if messages[-1]["role"] == "assistant":
-            raise InputError(f"{place}: the last message is the assistant's; a prompt ends before the answer")
-        tools = row_tools(row, place)
-        prompts.append(
-            Prompt(
-                prompt_id=str(row.get("id", number)),
-                messages=tuple(messages),
-                tools=tuple(tools) if tools else None,
-                routing={key: row[key] for key in routing_keys},
-                reference=row.get("reference"),
-                verifier=row.get("verifier"),
-                place=place,
-            )
-        )
-    prompt_id, count = Counter(p.prompt_id for p in prompts).most_common(1)[0]
-    if count > 1:
-        raise InputError(f"{path}: id {prompt_id!r} stands on {count} rows; ids must be unique")
-    return prompts
 
 
 def teacher_of(routing: dict[str, str], config: TeachersFile) -> str:

@@ -7,20 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mopdctl.config.teachers import DistillTrainConfig, TeachersFile
 from mopdctl.distill import held_out
 from mopdctl.distill.losses import exact_kl_loss, sampled_token_loss
 from mopdctl.distill.merge import check_architectures, merge_into
-from mopdctl.distill.prompts import read_prompts, route
-from mopdctl.distill.rollout import PromptBook, roll_out, write_rollouts
+from mopdctl.distill.prompts import route
+from mopdctl.distill.rollout import OnNote, PromptBook, StepRollouts
 from mopdctl.distill.teachers import Teachers, load_teachers
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import MopdctlError
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.objective.reduction import first_non_finite
-from mopdctl.records import Rollout
+from mopdctl.records import Sample
+from mopdctl.rollouts.prompts import read_prompts
 from mopdctl.runs import (
     MetricsLog,
     Workspace,
@@ -74,7 +76,12 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path) -> d
 
 
 def run_distill(
-    config: TeachersFile, workspace: Workspace, *, base: Path, on_step: OnStep = lambda step, row: None
+    config: TeachersFile,
+    workspace: Workspace,
+    *,
+    base: Path,
+    on_step: OnStep = lambda step, row: None,
+    on_note: OnNote = lambda line: None,
 ) -> Path:
     """Distils the teachers into the student and writes the checkpoint `config.name`; returns its folder.
 
@@ -119,23 +126,22 @@ def run_distill(
         snapshot = _snapshot(student, extra) if train.staleness else None
         algorithm = exact_kl_loss(train, teachers) if train.objective == "exact" else sampled_token_loss(train)
         log = MetricsLog(folder / "metrics.jsonl", next_step=first) if distributed.rank() == 0 else None
+        rollouts = StepRollouts(workspace.rollouts(config.name), book, student, config, record, on_note)
         for step in range(first, train.steps):
             clock = Clock()
             with clock.stage("rollout"):
                 sampler = snapshot or student
                 version = max(step - 1, 0) if snapshot else step
-                rollouts = roll_out(
-                    sampler, book, _rows(step, len(book), train), step=step, policy_version=version, config=config
-                )
+                samples = rollouts.sample(sampler, _rows(step, len(book), train), step=step, policy_version=version)
             with clock.stage("score"):
-                sequences = score(rollouts, teachers, student, config)
+                sequences = score(samples, teachers, student, config)
             if snapshot:
                 snapshot.model.load_state_dict(student.model.state_dict())
             with clock.stage("update"):
                 result, norm = update(student, optimizers, sequences, algorithm, step, train)
             with clock.stage("store"):
-                _keep(folder, step, rollouts, sequences, result)
-            metrics = _metrics(step, result, norm, rollouts, clock, train)
+                rollouts.keep(samples, _teacher_logprobs(sequences, result))
+            metrics = _metrics(step, result, norm, samples, clock, train)
             if measure and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
                 metrics |= measure.measure(student)
             if log:
@@ -150,6 +156,7 @@ def run_distill(
                     extra=dict(snapshot.model.state_dict()) if snapshot else None,
                     keep_last=train.keep_last,
                 )
+        rollouts.close()
         if distributed.rank() == 0 and log:
             log.close()
             _finish(config, record, workspace, student, folder, base)
@@ -157,20 +164,18 @@ def run_distill(
     return target
 
 
-def score(
-    rollouts: Sequence[Rollout], teachers: Teachers, student: HFModel, config: TeachersFile
-) -> list[TrainSequence]:
-    """Rollouts with the streams that the objective needs: teacher scores for `sampled`, prox where it is not theta.
+def score(samples: Sequence[Sample], teachers: Teachers, student: HFModel, config: TeachersFile) -> list[TrainSequence]:
+    """Samples with the streams that the objective needs: teacher scores for `sampled`, prox where it is not theta.
 
     Raises MopdctlError naming the sample for a score that is missing or not finite.
     """
     train = config.train
-    streams: list[dict[str, Sequence[float]]] = [{"behavior_logprobs": r.behavior_logprobs} for r in rollouts]
-    pairs = [(r.prompt_ids, r.response_ids) for r in rollouts]
+    pairs = [(s.prompt_ids.tolist(), s.response_ids.tolist()) for s in samples]
+    streams: list[dict[str, Sequence[float]]] = [{"behavior_logprobs": _over_response(s)} for s in samples]
     if train.objective == "sampled":
         by_teacher: dict[str, list[int]] = {}
-        for i, rollout in enumerate(rollouts):
-            by_teacher.setdefault(rollout.teacher_id, []).append(i)
+        for i, sample in enumerate(samples):
+            by_teacher.setdefault(sample.teacher_id, []).append(i)
         for alias, members in sorted(by_teacher.items()):
             for i, row in zip(members, teachers[alias].score([pairs[i] for i in members]), strict=True):
                 streams[i]["teacher_logprobs"] = row
@@ -178,35 +183,42 @@ def score(
         for stream, row in zip(streams, student.score(pairs), strict=True):
             stream["prox_logprobs"] = row
     sequences = []
-    for rollout, stream in zip(rollouts, streams, strict=True):
-        check_streams(rollout, stream)
+    for sample, (prompt_ids, response_ids), stream in zip(samples, pairs, streams, strict=True):
+        check_streams(sample, stream)
         sequences.append(
             TrainSequence(
-                sample_id=rollout.sample_id,
-                prompt_ids=rollout.prompt_ids,
-                response_ids=rollout.response_ids,
-                loss_mask=[1] * len(rollout.response_ids),
-                teacher_id=rollout.teacher_id,
-                weight=config.teachers[rollout.teacher_id].weight,
+                sample_id=sample.sample_id,
+                prompt_ids=prompt_ids,
+                response_ids=response_ids,
+                loss_mask=sample.response_mask.astype(int).tolist(),
+                teacher_id=sample.teacher_id,
+                weight=config.teachers[sample.teacher_id].weight,
                 streams=stream,
             )
         )
     return sequences
 
 
-def check_streams(rollout: Rollout, streams: dict[str, Sequence[float]]) -> None:
+def _over_response(sample: Sample) -> list[float]:
+    """The behaviour log-probabilities with one entry per response token, 0 where a tool wrote and no loss falls."""
+    found = np.zeros(len(sample.response_ids), np.float32)
+    found[sample.response_mask] = sample.behavior_logprobs
+    return list(map(float, found))
+
+
+def check_streams(sample: Sample, streams: dict[str, Sequence[float]]) -> None:
     """Raises MopdctlError unless every stream has one finite value per response token. Nothing is ever filled in."""
     for name, values in streams.items():
-        who = f"teacher {rollout.teacher_id!r}" if name.startswith("teacher") else name.removesuffix("_logprobs")
-        if len(values) != len(rollout.response_ids):
+        who = f"teacher {sample.teacher_id!r}" if name.startswith("teacher") else name.removesuffix("_logprobs")
+        if len(values) != len(sample.response_ids):
             raise MopdctlError(
-                f"sample {rollout.sample_id}: {who} scored {len(values)} of {len(rollout.response_ids)} tokens"
+                f"sample {sample.sample_id}: {who} scored {len(values)} of {len(sample.response_ids)} tokens"
             )
         row = torch.tensor([list(values)])
         bad = first_non_finite(row, torch.ones_like(row))
         if bad:
             raise MopdctlError(
-                f"sample {rollout.sample_id}: {name} of token {bad[1]} (id {rollout.response_ids[bad[1]]}) is "
+                f"sample {sample.sample_id}: {name} of token {bad[1]} (id {sample.response_ids[bad[1]]}) is "
                 f"{values[bad[1]]}; {who} gives it no probability"
             )
 
@@ -256,27 +268,22 @@ def _snapshot(student: HFModel, extra: dict[str, torch.Tensor]) -> HFModel:
     return HFModel(model, student.tokenizer, dtype=student.dtype, batch_size=student.batch_size)
 
 
-def _keep(
-    folder: Path, step: int, rollouts: Sequence[Rollout], sequences: Sequence[TrainSequence], result: Accumulated
-) -> None:
-    scores = result.streams.get("teacher_logprobs") or {
-        s.sample_id: list(s.streams["teacher_logprobs"]) for s in sequences
+def _teacher_logprobs(sequences: Sequence[TrainSequence], result: Accumulated) -> dict[str, list[float]]:
+    """Sample id to the teacher's log-probability of each loss-active token."""
+    return result.streams.get("teacher_logprobs") or {
+        s.sample_id: [v for v, active in zip(s.streams["teacher_logprobs"], s.loss_mask, strict=True) if active]
+        for s in sequences
     }
-    gathered = distributed.gather_objects((list(rollouts), scores))
-    if distributed.rank() == 0:
-        everyone = sorted((r for found, _ in gathered for r in found), key=lambda r: r.sample_id)
-        merged = {sample: row for _, found in gathered for sample, row in found.items()}
-        write_rollouts(folder / "rollouts" / f"step-{step:06d}.parquet", everyone, merged)
 
 
 def _metrics(
-    step: int, result: Accumulated, norm: float, rollouts: Sequence[Rollout], clock: Clock, train: DistillTrainConfig
+    step: int, result: Accumulated, norm: float, samples: Sequence[Sample], clock: Clock, train: DistillTrainConfig
 ) -> dict[str, Any]:
     """One step's metrics; what is kept per teacher is an object keyed by alias."""
     total = sum(result.tokens.values())
     lengths: dict[str, list[int]] = {}
     truncated: dict[str, list[bool]] = {}
-    for found in distributed.gather_objects([(r.teacher_id, len(r.response_ids), r.finish_reason) for r in rollouts]):
+    for found in distributed.gather_objects([(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]):
         for alias, length, reason in found:
             lengths.setdefault(alias, []).append(length)
             truncated.setdefault(alias, []).append(reason == "length")

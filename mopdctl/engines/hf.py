@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mopdctl.engines.base import Completion, SampleRequest, uniforms
+from mopdctl.engines.base import Completion, SampleRequest, Step, sample, uniforms
 from mopdctl.engines.layout import lay_out, response_logits, token_logprobs
 from mopdctl.errors import InputError
 
@@ -70,34 +70,42 @@ class HFModel:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    @torch.no_grad()
     def sample(self, requests: Sequence[SampleRequest], *, temperature: float) -> list[Completion]:
-        """See `Sampler.sample`. Requests of similar prompt length share a batch; results come back in order."""
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-        found: dict[int, Completion] = {}
-        for start in range(0, len(order), self.batch_size):
-            chunk = order[start : start + self.batch_size]
-            with _evaluating(self.model), self.computing():
-                completions = self._sample_batch([requests[i] for i in chunk], temperature)
-            found.update(zip(chunk, completions, strict=True))
-        return [found[i] for i in range(len(requests))]
+        """One completion per request, in order."""
+        return sample(self, requests, temperature=temperature)
 
-    def _sample_batch(self, requests: list[SampleRequest], temperature: float) -> list[Completion]:
-        num_steps = max(r.max_new_tokens for r in requests)
-        layout = lay_out([r.prompt_ids for r in requests], [()] * len(requests), pad_id=self.pad_id, device=self.device)
-        num_prompt = layout.input_ids_BT.shape[1]
-        randoms_BT = torch.from_numpy(np.stack([uniforms(r.seed, num_steps) for r in requests])).to(self.device)
-        tokens: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        reasons = ["length"] * len(requests)
+    def stream(self, requests: Sequence[SampleRequest], *, temperature: float) -> Iterator[Step]:
+        """See `Sampler.stream`. `batch_size` requests of similar length run together."""
+        spent = [i for i, r in enumerate(requests) if len(r.response_ids) >= r.max_new_tokens]
+        if spent:
+            none = np.empty(0, np.int32)
+            yield Step(none.astype(np.int64), none, none.astype(np.float32), dict.fromkeys(spent, "length"))
+        order = sorted(set(range(len(requests))) - set(spent), key=lambda i: (len(_context(requests[i])), i))
+        for start in range(0, len(order), self.batch_size):
+            chunk = np.array(order[start : start + self.batch_size])
+            with _evaluating(self.model):
+                for step in self._stream_batch([requests[i] for i in chunk], temperature):
+                    finished = {int(chunk[i]): reason for i, reason in step.finished.items()}
+                    yield Step(chunk[step.requests], step.token_ids, step.logprobs, finished)
+
+    def _stream_batch(self, requests: list[SampleRequest], temperature: float) -> Iterator[Step]:
+        layout = lay_out([_context(r) for r in requests], [()] * len(requests), pad_id=self.pad_id, device=self.device)
+        num_context = layout.input_ids_BT.shape[1]
+        done = [len(r.response_ids) for r in requests]
+        left = [r.max_new_tokens - len(r.response_ids) for r in requests]
+        num_steps = max(left)
+        randoms = np.zeros((len(requests), num_steps))
+        for row, request in enumerate(requests):
+            randoms[row, : left[row]] = uniforms(request.seed, request.max_new_tokens)[done[row] :]
+        randoms_BT = torch.from_numpy(randoms).to(self.device)
 
         # `rows` are the requests still being written; finished ones leave the batch once they are a quarter of it.
         rows = list(range(len(requests)))
-        alive = [r.max_new_tokens > 0 for r in requests]
+        alive = [True] * len(requests)
         mask = torch.cat([layout.attention_mask_BT, layout.attention_mask_BT.new_ones(len(rows), num_steps)], dim=1)
         positions = layout.attention_mask_BT.sum(-1, keepdim=True)
         cache = DynamicCache(config=self.model.config)
-        out = self.model(
+        out = self._forward(
             input_ids=layout.input_ids_BT,
             attention_mask=layout.attention_mask_BT,
             position_ids=layout.position_ids_BT,
@@ -108,14 +116,15 @@ class HFModel:
         for step in range(num_steps):
             logits_BV = out.logits[:, -1, : self.vocab_size].float()
             chosen_B, chosen_logprobs_B = _choose(logits_BV, randoms_BT[rows, step], temperature)
-            for row, token, logprob in zip(rows, chosen_B.tolist(), chosen_logprobs_B.tolist(), strict=True):
-                if not alive[row]:
-                    continue
-                tokens[row].append(token)
-                logprobs[row].append(logprob)
-                if token in self.eos_ids:
-                    reasons[row] = "stop"
-                alive[row] = token not in self.eos_ids and len(tokens[row]) < requests[row].max_new_tokens
+            running = [i for i, row in enumerate(rows) if alive[row]]
+            tokens = chosen_B.cpu().numpy().astype(np.int32)[running]
+            finished = {}
+            for i, token in zip(running, tokens.tolist(), strict=True):
+                if token in self.eos_ids or step + 1 == left[rows[i]]:
+                    finished[rows[i]] = "stop" if token in self.eos_ids else "length"
+                    alive[rows[i]] = False
+            who = np.array([rows[i] for i in running])
+            yield Step(who, tokens, chosen_logprobs_B.cpu().numpy()[running], finished)
             num_alive = sum(alive)
             if num_alive == 0:
                 break
@@ -124,14 +133,19 @@ class HFModel:
                 rows = [row for row in rows if alive[row]]
                 cache.batch_select_indices(keep)
                 mask, positions, chosen_B = mask[keep], positions[keep], chosen_B[keep]
-            out = self.model(
+            out = self._forward(
                 input_ids=chosen_B.unsqueeze(-1),
-                attention_mask=mask[:, : num_prompt + step + 1],
+                attention_mask=mask[:, : num_context + step + 1],
                 position_ids=positions + step,
                 past_key_values=cache,
                 use_cache=True,
             )
-        return [Completion(tuple(t), tuple(p), reason) for t, p, reason in zip(tokens, logprobs, reasons, strict=True)]
+
+    @torch.no_grad()
+    def _forward(self, **inputs: Any) -> Any:
+        # Not around the whole stream: what a generator enters, its caller is in as well.
+        with self.computing():
+            return self.model(**inputs)
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -149,6 +163,10 @@ class HFModel:
             for i, row in zip(chunk, logprobs_BR, strict=True):
                 found[i] = row[: len(pairs[i][1])]
         return [found[i] for i in range(len(pairs))]
+
+
+def _context(request: SampleRequest) -> tuple[int, ...]:
+    return request.prompt_ids + request.response_ids
 
 
 @contextmanager

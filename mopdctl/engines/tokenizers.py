@@ -1,7 +1,7 @@
 """Whether two models speak the same tokens: vocabulary map, special tokens, end tokens and chat template."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mopdctl.engines.hf import HFModel
@@ -36,6 +36,11 @@ def identify(model: HFModel) -> TokenizerIdentity:
         eos_ids=tuple(sorted(model.eos_ids)),
         chat_template=digest(template if isinstance(template, str) else fingerprint(template)) if template else "",
     )
+
+
+def tokenizer_fingerprint(model: HFModel) -> str:
+    """One digest of all that `identify` finds: which tokenizer a stored id belongs to."""
+    return fingerprint(asdict(identify(model)))
 
 
 def differences(student: TokenizerIdentity, teacher: TokenizerIdentity) -> list[str]:

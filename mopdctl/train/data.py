@@ -5,13 +5,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.files import read_jsonl
+
+if TYPE_CHECKING:  # rows are read without torch too
+    from mopdctl.engines.hf import HFModel
 
 Row = dict[str, Any]
 
@@ -115,7 +117,7 @@ def template_errors(place: str) -> Iterator[None]:
 
 
 def conversation_ids(
-    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, *, place: str, loss_on: str
+    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, *, place: str, loss_on: str
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation and a mask of the tokens to train on.
 
@@ -134,7 +136,7 @@ def conversation_ids(
 
 
 def _conversation(
-    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, place: str
+    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, place: str
 ) -> tuple[list[int], list[int]]:
     template = model.tokenizer.get_chat_template(tools=tools)  # one of several, where the tokenizer has several
     if re.search(r"{%[-+]?\s*generation\b", template):
@@ -146,7 +148,7 @@ def _conversation(
 
 
 def prompt_token_ids(
-    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], *, place: str = "prompt"
+    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], *, place: str = "prompt"
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to write."""
     if model.tokenizer.chat_template is None:
@@ -159,7 +161,7 @@ def prompt_token_ids(
 
 
 def _mask_by_prefix(
-    model: HFModel, messages: Sequence[dict[str, Any]], tools: Any, place: str
+    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, place: str
 ) -> tuple[list[int], list[int]]:
     def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
         text = model.tokenizer.apply_chat_template(

@@ -330,7 +330,7 @@ def test_several_samples_of_a_prompt_are_different_answers(
     assert len({r["prompt_id"] for r in rollouts}) == 12
     assert len({tuple(r["response_ids"]) for r in rollouts}) == 24
     firsts = {r["sample_id"]: r["response_ids"] for r in base["sampled"].rollouts[0]}
-    assert {r["sample_id"]: r["response_ids"] for r in rollouts if r["sample_id"].endswith("/0")} == firsts
+    assert {r["sample_id"]: r["response_ids"] for r in rollouts if r["sample_id"].endswith("/0@0")} == firsts
 
 
 def test_a_batch_larger_than_the_prompts_holds_no_answer_twice(distil: Distil, teachers_document: Document) -> None:
@@ -379,7 +379,7 @@ def test_a_teacher_that_gives_no_number_stops_the_run_by_name(
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     document = teachers_document(objective=objective)
     document["teachers"]["tools"]["model"] = str(broken)
-    with pytest.raises(MopdctlError, match=r"sample tools/\d/0/0: .* is nan; teacher 'tools'"):
+    with pytest.raises(MopdctlError, match=r"sample tools/\d/0/0@0: .* is nan; teacher 'tools'"):
         distil(document)
 
 

@@ -11,11 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.prompts import read_prompts, route, teacher_of
+from mopdctl.distill.prompts import route, teacher_of
 from mopdctl.distill.run import plan_distill, run_distill
 from mopdctl.errors import InputError
 from mopdctl.files import write_jsonl
 from mopdctl.records import Prompt
+from mopdctl.rollouts.prompts import read_prompts
 from mopdctl.runs import Workspace
 
 

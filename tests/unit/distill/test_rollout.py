@@ -1,18 +1,18 @@
-"""Prompts as tokens, budgets, the answers of one step, and the file that keeps them."""
+"""Prompts as tokens, budgets, and the answers of one step."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.prompts import read_prompts
-from mopdctl.distill.rollout import PromptBook, roll_out, write_rollouts
+from mopdctl.distill.rollout import PromptBook, StepRollouts
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
-from mopdctl.records import Prompt, Rollout
+from mopdctl.records import Prompt, Sample
+from mopdctl.rollouts.prompts import read_prompts
 
 Document = Callable[..., dict[str, Any]]
 
@@ -24,6 +24,16 @@ def student(tiny: Path) -> HFModel:
 
 def book_of(student: HFModel, config: TeachersFile, prompts: list[Prompt] | None = None) -> PromptBook:
     return PromptBook(student, prompts or read_prompts(config.prompts, config.routing_keys), config)
+
+
+def roll_out(
+    student: HFModel, book: PromptBook, rows: list[int], *, step: int, policy_version: int, config: TeachersFile
+) -> list[Sample]:
+    with tempfile.TemporaryDirectory() as folder:
+        rollouts = StepRollouts(Path(folder) / "store", book, student, config, {"student": "s"})
+        found = rollouts.sample(student, rows, step=step, policy_version=policy_version)
+        rollouts.close()
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- prompts, budgets
@@ -59,7 +69,7 @@ def test_an_effort_brings_its_template_arguments_and_its_budget(thinker: HFModel
     high, low = roll_out(thinker, book, [0, 1], step=0, policy_version=0, config=config)
     assert [len(high.response_ids), len(low.response_ids)] == [9, 3]
     assert [high.finish_reason, low.finish_reason] == ["length", "length"]
-    assert low.prompt_ids == book.token_ids(1)
+    assert tuple(low.prompt_ids) == book.token_ids(1)
 
 
 def test_prompt_and_budget_fill_the_context_and_no_token_more(student: HFModel, teachers_document: Document) -> None:
@@ -87,7 +97,7 @@ def test_a_sample_hangs_on_seed_step_prompt_and_number_alone(student: HFModel, t
     def answers(rows: list[int], *, step: int = 3, seed: int = 0, count: int = 2) -> dict[str, tuple[int, ...]]:
         config = TeachersFile.model_validate(teachers_document(seed=seed, samples_per_prompt=count))
         found = roll_out(student, book_of(student, config), rows, step=step, policy_version=step, config=config)
-        return {r.sample_id: r.response_ids for r in found}
+        return {r.sample_id.removesuffix(f"@{seed}"): tuple(r.response_ids) for r in found}
 
     six = answers([0, 9, 17, 3, 20, 11])
     assert len(six) == len(set(six.values())) == 12
@@ -103,51 +113,15 @@ def test_a_prompt_that_comes_twice_in_a_step_gets_two_answers(student: HFModel, 
     found = roll_out(student, book_of(student, config), [5, 2, 5], step=0, policy_version=0, config=config)
     assert [r.prompt_id for r in found] == ["arithmetic/5", "arithmetic/2", "arithmetic/5"]
     assert len({r.sample_id for r in found}) == 3
-    assert found[0].response_ids != found[2].response_ids
+    assert found[0].response_ids.tolist() != found[2].response_ids.tolist()
 
 
 def test_a_rollout_says_whose_it_is(student: HFModel, teachers_document: Document) -> None:
     config = TeachersFile.model_validate(teachers_document())
     found = roll_out(student, book_of(student, config), [0, 8, 16], step=5, policy_version=4, config=config)
-    assert [(r.sample_id, r.prompt_id, r.teacher_id, r.policy_version) for r in found] == [
-        ("arithmetic/0/5/0", "arithmetic/0", "arithmetic", 4),
-        ("structured/0/5/0", "structured/0", "structured", 4),
-        ("tools/0/5/0", "tools/0", "tools", 4),
+    assert [(r.sample_id, r.group_id, r.domain, r.teacher_id, r.policy_version_min) for r in found] == [
+        ("arithmetic/0/5/0@0", "arithmetic/0/5", "arithmetic", "arithmetic", 4),
+        ("structured/0/5/0@0", "structured/0/5", "structured", "structured", 4),
+        ("tools/0/5/0@0", "tools/0/5", "tools", "tools", 4),
     ]
     assert all(len(r.behavior_logprobs) == len(r.response_ids) for r in found)
-
-
-# ---------------------------------------------------------------------------------------------------------------- file
-
-
-def test_a_file_gives_back_every_sample_with_the_scores_of_its_id(tmp_path: Path) -> None:
-    rollouts = [
-        Rollout("a/0/0", "a", "math", (1, 2), (3,), (-0.5,), "stop", 4),
-        Rollout("b/0/0", "b", "code", (1,), (5, 6, 7), (-0.25, -1.0, -2.0), "length", 4),
-    ]
-    scores = {"b/0/0": [-1.5, -0.75, -3.0], "a/0/0": [-0.125]}
-    path = tmp_path / "new" / "step-000004.parquet"
-    write_rollouts(path, rollouts, scores)
-    rows = pq.read_table(path).to_pylist()
-    assert rows == [
-        {
-            "sample_id": r.sample_id,
-            "prompt_id": r.prompt_id,
-            "teacher_id": r.teacher_id,
-            "policy_version": 4,
-            "finish_reason": r.finish_reason,
-            "prompt_ids": list(r.prompt_ids),
-            "response_ids": list(r.response_ids),
-            "behavior_logprobs": list(r.behavior_logprobs),
-            "teacher_logprobs": scores[r.sample_id],
-        }
-        for r in rollouts
-    ]
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_sample_without_scores_is_an_error(tmp_path: Path) -> None:
-    rollout = Rollout("a/0/0", "a", "math", (1,), (3,), (-0.5,), "stop", 0)
-    with pytest.raises(KeyError, match="a/0/0"):
-        write_rollouts(tmp_path / "x.parquet", [rollout], {})
-    assert list(tmp_path.iterdir()) == []

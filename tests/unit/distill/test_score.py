@@ -1,9 +1,11 @@
 """The streams of a batch: by whom a sample is scored, and that nothing missing is ever filled in."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,16 +14,37 @@ from mopdctl.distill.run import check_streams, score
 from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError, MopdctlError
-from mopdctl.records import Rollout
+from mopdctl.records import Sample
 
 Document = Callable[..., dict[str, Any]]
 FLOAT32 = 5e-5  # float32 in another order than one unpadded row at a time in float64
 
-ROLLOUT = Rollout("s/0/0", "s", "math", (1, 2), (30, 40, 50), (-0.5, -0.25, -1.0), "length", 0)
+
+def sample_of(
+    name: str, teacher: str, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float]
+) -> Sample:
+    return Sample(
+        sample_id=name,
+        prompt_id=name,
+        group_id=name,
+        generation_index=0,
+        domain=teacher,
+        teacher_id=teacher,
+        policy_version_min=0,
+        policy_version_max=0,
+        tokens=np.array([*prompt, *response], np.int32),
+        prompt_length=len(prompt),
+        loss_mask=np.array([False] * len(prompt) + [True] * len(response)),
+        behavior_logprobs=np.array(logprobs, np.float32),
+        finish_reason="length",
+    )
+
+
+SAMPLE = sample_of("s/0/0", "math", (1, 2), (30, 40, 50), (-0.5, -0.25, -1.0))
 
 
 def test_one_finite_value_per_token_is_what_a_stream_needs() -> None:
-    check_streams(ROLLOUT, {"behavior_logprobs": [-1.0, -2.0, -3.0], "teacher_logprobs": [0.0, -1e30, -2.0]})
+    check_streams(SAMPLE, {"behavior_logprobs": [-1.0, -2.0, -3.0], "teacher_logprobs": [0.0, -1e30, -2.0]})
 
 
 @pytest.mark.parametrize(
@@ -40,7 +63,7 @@ def test_one_finite_value_per_token_is_what_a_stream_needs() -> None:
 )
 def test_a_stream_with_a_hole_is_refused(name: str, values: Sequence[float], message: str) -> None:
     with pytest.raises(MopdctlError) as caught:
-        check_streams(ROLLOUT, {name: values})
+        check_streams(SAMPLE, {name: values})
     assert str(caught.value).startswith(message)
     assert not isinstance(caught.value, InputError)
 
@@ -50,16 +73,13 @@ def models(tiny: Path) -> dict[str, HFModel]:
     return {p.name: HFModel.load(str(p)) for p in (tiny / "models").iterdir()}
 
 
-ROLLOUTS = [
-    Rollout(
+SAMPLES = [
+    sample_of(
         f"{teacher}/0/{n}",
-        teacher,
         teacher,
         tuple(3 + (7 * i + j) % 400 for j in range(2 + n)),
         tuple(3 + (11 * i + 5 * j) % 400 for j in range(1 + 3 * n)),
         tuple(-0.5 * j for j in range(1 + 3 * n)),
-        "length",
-        0,
     )
     for n in range(3)
     for i, teacher in enumerate(("tools", "arithmetic", "structured"), start=n)
@@ -81,14 +101,14 @@ def test_each_sample_is_scored_by_its_own_teacher(
     models: dict[str, HFModel], teachers_document: Document, inner_steps: int
 ) -> None:
     config = TeachersFile.model_validate(teachers_document(inner_steps=inner_steps))
-    sequences = score(ROLLOUTS, Teachers(models), models["student"], config)
-    assert [s.sample_id for s in sequences] == [r.sample_id for r in ROLLOUTS]
-    for sequence, rollout in zip(sequences, ROLLOUTS, strict=True):
-        pair = rollout.prompt_ids, rollout.response_ids
-        assert (sequence.prompt_ids, sequence.response_ids, sequence.teacher_id) == (*pair, rollout.teacher_id)
-        assert sequence.loss_mask == [1] * len(rollout.response_ids)
-        assert sequence.streams["behavior_logprobs"] == rollout.behavior_logprobs
-        expected = by_hand(models[rollout.teacher_id], *pair)
+    sequences = score(SAMPLES, Teachers(models), models["student"], config)
+    assert [s.sample_id for s in sequences] == [r.sample_id for r in SAMPLES]
+    for sequence, sample in zip(sequences, SAMPLES, strict=True):
+        pair = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+        assert (sequence.prompt_ids, sequence.response_ids, sequence.teacher_id) == (*pair, sample.teacher_id)
+        assert sequence.loss_mask == [1] * len(sample.response_ids)
+        assert sequence.streams["behavior_logprobs"] == sample.behavior_logprobs.tolist()
+        expected = by_hand(models[sample.teacher_id], *pair)
         assert sequence.streams["teacher_logprobs"] == pytest.approx(expected, abs=FLOAT32)
         if inner_steps > 1:
             expected = by_hand(models["student"], *pair)
@@ -99,12 +119,24 @@ def test_each_sample_is_scored_by_its_own_teacher(
 
 def test_the_exact_objective_scores_inside_its_loss(models: dict[str, HFModel], teachers_document: Document) -> None:
     config = TeachersFile.model_validate(teachers_document(objective="exact"))
-    sequences = score(ROLLOUTS, Teachers(models), models["student"], config)
+    sequences = score(SAMPLES, Teachers(models), models["student"], config)
     assert {name for s in sequences for name in s.streams} == {"behavior_logprobs"}
 
 
 def test_weights_are_those_of_the_teacher(models: dict[str, HFModel], teachers_document: Document) -> None:
     document = teachers_document()
     document["teachers"]["tools"]["weight"] = 2.5
-    sequences = score(ROLLOUTS, Teachers(models), models["student"], TeachersFile.model_validate(document))
+    sequences = score(SAMPLES, Teachers(models), models["student"], TeachersFile.model_validate(document))
     assert [s.weight for s in sequences] == [2.5, 1.0, 1.0] * 3
+
+
+def test_what_a_tool_wrote_is_context(models: dict[str, HFModel], teachers_document: Document) -> None:
+    sample = replace(
+        SAMPLES[3],
+        loss_mask=np.array([False] * SAMPLES[3].prompt_length + [True, False, False, True]),
+        behavior_logprobs=np.array([-0.5, -1.5], np.float32),
+    )
+    (sequence,) = score([sample], Teachers(models), models["student"], TeachersFile.model_validate(teachers_document()))
+    assert sequence.loss_mask == [1, 0, 0, 1]
+    assert sequence.streams["behavior_logprobs"] == [-0.5, 0.0, 0.0, -1.5]
+    assert len(sequence.streams["teacher_logprobs"]) == 4

@@ -1,0 +1,1 @@
+"""Prompts through an engine into the rollout store, resumable at every token."""

@@ -1,0 +1,46 @@
+"""Many small files into few: a training run commits every step, and a reader opens every file."""
+
+from pathlib import Path
+
+from mopdctl.records import Sample
+from mopdctl.store.manifest import Shard
+from mopdctl.store.store import Store, StoreWriter, write_shard
+
+SHARD_TOKENS = 32 * 1024 * 1024
+"""A shard that holds so many tokens is left as it is; about 200 MB of payload."""
+
+
+def compact(writer: StoreWriter, *, shard_tokens: int = SHARD_TOKENS) -> tuple[int, int]:
+    """Merges neighbouring shards up to `shard_tokens` tokens; returns the shards before and after.
+
+    Samples keep their order. Old files stay for a while, for readers that opened the store before.
+    """
+    store = writer.store
+    before = len(store.manifest.shards)
+    runs = _runs(store.manifest.shards, shard_tokens)
+    if len(runs) == before:
+        return before, before
+    with writer.staging() as staging:
+        samples = store.scan()
+        shards = []
+        for run in runs:
+            held = [next(samples) for _ in range(sum(shard.rows for shard in run))]
+            shards.append(run[0] if len(run) == 1 else _merge(store, staging, held))
+        writer.replace(staging, shards)
+    return before, len(shards)
+
+
+def _runs(shards: tuple[Shard, ...], limit: int) -> list[list[Shard]]:
+    runs: list[list[Shard]] = []
+    tokens = 0
+    for shard in shards:
+        if not runs or tokens + shard.tokens > limit:
+            runs.append([])
+            tokens = 0
+        runs[-1].append(shard)
+        tokens += shard.tokens
+    return runs
+
+
+def _merge(store: Store, staging: Path, samples: list[Sample]) -> Shard:
+    return write_shard(store.folder, staging, samples)[0]

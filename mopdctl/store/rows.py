@@ -1,0 +1,150 @@
+"""Samples as rows of the two tables, and back. Arrays move as blocks; no token becomes a Python object."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mopdctl.errors import MopdctlError
+from mopdctl.records import Sample
+from mopdctl.store import schema
+
+_TYPES: dict[str, Any] = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "behavior_logprobs": np.float32,
+    "teacher_logprobs": np.float32,
+    "teacher_topk_ids": np.int32,
+    "teacher_topk_logprobs": np.float32,
+    "teacher_hidden": np.uint16,
+    "rewards": np.float32,
+}
+_WIDE = ("teacher_topk_ids", "teacher_topk_logprobs", "teacher_hidden")
+_PER_LOSS_TOKEN = ("behavior_logprobs", "teacher_logprobs", *_WIDE)
+
+
+def check(sample: Sample) -> None:
+    """Raises MopdctlError naming the sample unless its arrays fit each other and every number in them is finite."""
+    where = f"sample {sample.sample_id}"
+    arrays = {name: getattr(sample, name) for name in schema.STREAMS}
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if array.dtype != _TYPES[name]:
+            raise MopdctlError(f"{where}: {name} is {array.dtype} where {np.dtype(_TYPES[name])} is kept")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad = np.argwhere(~np.isfinite(array))[0].tolist()
+            raise MopdctlError(f"{where}: {name} is {array[tuple(bad)]} at {bad[0]}; only finite numbers are kept")
+    if len(sample.loss_mask) != len(sample.tokens):
+        raise MopdctlError(f"{where}: {len(sample.loss_mask)} mask entries for {len(sample.tokens)} tokens")
+    if not 0 < sample.prompt_length <= len(sample.tokens):
+        raise MopdctlError(f"{where}: prompt of {sample.prompt_length} of {len(sample.tokens)} tokens")
+    if sample.loss_mask[: sample.prompt_length].any():
+        raise MopdctlError(f"{where}: the loss mask covers tokens of the prompt")
+    active = int(sample.loss_mask.sum())
+    for name in _PER_LOSS_TOKEN:
+        array = arrays[name]
+        if array is not None and len(array) != active:
+            raise MopdctlError(f"{where}: {len(array)} {name} for {active} loss-active tokens")
+
+
+def payload_crc(arrays: Mapping[str, Any]) -> int:
+    """The CRC-32 of a payload: of each stream in turn its name, its length in bytes (-1 for none) and its bytes."""
+    crc = 0
+    for name in schema.STREAMS:
+        array = arrays[name]
+        data = b"" if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        crc = zlib.crc32(f"{name}:{-1 if array is None else len(data)}".encode(), crc)
+        crc = zlib.crc32(data, crc)
+    return crc
+
+
+def sample_crc(sample: Sample) -> int:
+    """The CRC-32 of a sample's payload."""
+    return payload_crc({name: getattr(sample, name) for name in schema.STREAMS})
+
+
+def payload_table(samples: Sequence[Sample]) -> pa.Table:
+    """The payload rows of some samples, in order."""
+    columns = []
+    for column in schema.PAYLOAD_COLUMNS:
+        values = [getattr(sample, column.name) for sample in samples]
+        if column.name == "sample_id":
+            columns.append(pa.array(values, column.type))
+        elif column.name == "teacher_hidden":
+            blobs = [None if v is None else np.ascontiguousarray(v, dtype="<u2").tobytes() for v in values]
+            columns.append(pa.array(blobs, column.type))
+        else:
+            columns.append(_lists(values, column.type, _TYPES[column.name]))
+    return pa.Table.from_arrays(columns, schema=schema.PAYLOAD)
+
+
+def _lists(values: Sequence[Any], of: pa.DataType, dtype: Any) -> pa.Array:
+    lengths = np.fromiter((0 if v is None else v.size for v in values), np.int64, len(values))
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    present = [np.ravel(v) for v in values if v is not None]
+    flat = np.concatenate(present) if present else np.empty(0, dtype)
+    missing = np.fromiter((v is None for v in values), bool, len(values))
+    return pa.ListArray.from_arrays(
+        pa.array(offsets), pa.array(flat, of.value_type), type=of, mask=pa.array(missing) if missing.any() else None
+    )
+
+
+def meta_table(samples: Sequence[Sample], *, file: str, groups: Sequence[int]) -> pa.Table:
+    """The metadata rows of samples whose payload stands in `file`, cut into row groups of `groups` rows."""
+    own = {
+        "response_length": [len(s.tokens) - s.prompt_length for s in samples],
+        "loss_tokens": [int(s.loss_mask.sum()) for s in samples],
+        "payload_file": [file] * len(samples),
+        "payload_row_group": [number for number, rows in enumerate(groups) for _ in range(rows)],
+        "payload_row": [row for rows in groups for row in range(rows)],
+        "payload_crc": [sample_crc(s) for s in samples],
+    }
+    columns = [
+        pa.array(own[c.name] if c.name in own else [getattr(s, c.name) for s in samples], c.type)
+        for c in schema.META_COLUMNS
+    ]
+    return pa.Table.from_arrays(columns, schema=schema.META)
+
+
+class PayloadGroup:
+    """One row group of payload in memory, whose rows come out as arrays over its buffers."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.rows = table.num_rows
+        self._columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+
+    def arrays(self, row: int) -> dict[str, Any]:
+        """Every stream of a row, None where the row has none. Numbers are views, read-only where the file is mapped."""
+        found: dict[str, Any] = {}
+        for name in schema.STREAMS:
+            column = self._columns[name]
+            if not column[row].is_valid:
+                found[name] = None
+            elif name == "teacher_hidden":
+                found[name] = np.frombuffer(column[row].as_buffer(), dtype="<u2")
+            else:
+                start, end = column.offsets[row].as_py(), column.offsets[row + 1].as_py()
+                found[name] = column.values[start:end].to_numpy(zero_copy_only=name != "loss_mask")
+        return found
+
+    def column(self, name: str) -> pa.Array:
+        """A whole column."""
+        return self._columns[name]
+
+    def sample_id(self, row: int) -> str:
+        """The row's id."""
+        return str(self._columns["sample_id"][row].as_py())
+
+
+def sample_from(meta: Mapping[str, Any], arrays: dict[str, Any]) -> Sample:
+    """The sample of one metadata row and its payload."""
+    own = {name: meta[name] for name in schema.META.names if name in Sample.__dataclass_fields__}
+    active = int(meta["loss_tokens"])
+    shaped = {
+        name: array.reshape(active, -1) if array is not None and active and name in _WIDE else array
+        for name, array in arrays.items()
+    }
+    return Sample(**own, **shaped)

@@ -1,0 +1,335 @@
+"""Reading a rollout store, and committing samples to it.
+
+    manifest/00000000000000000007.json   which files are live, with rows, bytes and digests
+    meta/part-<id>.parquet               one row per sample, no tokens
+    payload/part-<id>.parquet            the tokens and their streams, in small row groups
+    wal/                                 tokens of samples that are still being written
+    _staging/                            what a commit has not yet named
+
+A commit writes into `_staging`, syncs, renames, syncs the folders, and then publishes the next manifest. A process
+that dies anywhere on the way leaves files that no manifest names; the next writer removes them.
+"""
+
+import hashlib
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from mopdctl.errors import InputError, MopdctlError
+from mopdctl.files import file_digest
+from mopdctl.records import Sample
+from mopdctl.runs import differing_keys, locked
+from mopdctl.store import disk, parquet, rows, schema
+from mopdctl.store import manifest as manifests
+from mopdctl.store.manifest import File, Manifest, Shard
+
+if TYPE_CHECKING:
+    import polars as pl
+
+GRACE_S = 3600
+"""A file that no manifest names any more stays so long, for readers that opened an older one."""
+
+
+class Store:
+    """A store as one manifest describes it. Reading needs no lock: files never change, and stay for a while."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError if there is no store or a newer mopdctl made it."""
+        self.folder = folder
+        self.manifest, self.digest, self.warnings = manifests.newest(folder)
+        self._readers: dict[str, parquet.GroupReader] = {}
+        self._location: pa.Table | None = None
+
+    def meta_table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Metadata of all samples in store order, some columns or all. Not one payload byte is read.
+
+        Every metadata file is held against its digest first: page checksums do not cover headers and footers.
+        """
+        names = list(columns) if columns is not None else schema.META.names
+        wanted = pa.schema([schema.META.field(name) for name in names])
+        tables = [wanted.empty_table()]
+        for shard in self.manifest.shards:
+            buffer = self._verified(shard.meta)
+            table = parquet.read_table(pa.BufferReader(buffer), columns=names, schema=schema.META)
+            if table.num_rows != shard.rows:
+                raise MopdctlError(f"{self.folder / shard.meta.path}: {table.num_rows} rows, committed {shard.rows}")
+            tables.append(table.select(names))
+        return pa.concat_tables(tables)
+
+    def meta(self, columns: Sequence[str] | None = None) -> "pl.DataFrame":
+        """As `meta_table`, for polars."""
+        import polars as pl
+
+        frame = pl.from_arrow(self.meta_table(columns))
+        assert isinstance(frame, pl.DataFrame)
+        return frame
+
+    def read(self, numbers: Sequence[int]) -> list[Sample]:
+        """The samples of some rows of `meta`, in the order asked for; each row group is read once.
+
+        Raises MopdctlError naming file and row for a payload that is not what was committed.
+        """
+        wanted = np.asarray(numbers, np.int64)
+        table = self._meta_rows(wanted)
+        found: list[Sample | None] = [None] * len(wanted)
+        for _, members in sorted(_by_group(table).items()):
+            group = self._group(members[0][1])
+            for position, row in members:
+                found[position] = self._sample(row, group)
+        return [sample for sample in found if sample is not None]
+
+    def scan(self) -> Iterator[Sample]:
+        """All samples in store order, one row group in memory at a time."""
+        for _, _, samples in self.scan_groups():
+            yield from samples
+
+    def scan_groups(self) -> Iterator[tuple[pa.Table, rows.PayloadGroup, list[Sample]]]:
+        """All row groups in store order: the metadata of its samples, their payload, and both as samples."""
+        table = self.meta_table()
+        files = table["payload_file"].combine_chunks().dictionary_encode().indices.to_numpy()
+        numbers = table["payload_row_group"].to_numpy()
+        edges = np.flatnonzero((np.diff(files) != 0) | (np.diff(numbers) != 0)) + 1
+        for start, stop in pairwise([0, *edges.tolist(), table.num_rows] if table.num_rows else []):
+            meta = table.slice(start, stop - start)
+            found = meta.to_pylist()
+            group = self._group(found[0])
+            if group.rows != len(found):
+                raise MopdctlError(f"{self.folder / found[0]['payload_file']}: {group.rows} rows, {len(found)} known")
+            yield meta, group, [self._sample(row, group) for row in found]
+
+    def close(self) -> None:
+        """Closes the payload files that were opened."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _meta_rows(self, numbers: "np.ndarray[Any, Any]") -> pa.Table:
+        if self._location is None:
+            self._location = self.meta_table()
+        return self._location.take(pa.array(numbers))
+
+    def _group(self, row: dict[str, Any]) -> rows.PayloadGroup:
+        path = str(row["payload_file"])
+        if path not in self._readers:
+            entry = self.manifest.files.get(path)
+            file = self.folder / path
+            if entry is None or not file.exists():
+                raise MopdctlError(f"{file}: missing; run `mopdctl store verify`")
+            if file.stat().st_size != entry.bytes:
+                raise MopdctlError(f"{file}: {file.stat().st_size} bytes, committed {entry.bytes}")
+            self._readers[path] = parquet.GroupReader(file, schema.PAYLOAD)
+        return rows.PayloadGroup(self._readers[path].read(int(row["payload_row_group"])))
+
+    def _sample(self, row: dict[str, Any], group: rows.PayloadGroup) -> Sample:
+        number, where = int(row["payload_row"]), f"{self.folder / row['payload_file']}"
+        place = f"{where}: row group {row['payload_row_group']} row {number}"
+        if number >= group.rows or group.sample_id(number) != row["sample_id"]:
+            raise MopdctlError(f"{place}: is not sample {row['sample_id']}")
+        arrays = group.arrays(number)
+        if rows.payload_crc(arrays) != row["payload_crc"]:
+            raise MopdctlError(f"{place}: sample {row['sample_id']} is damaged; run `mopdctl store verify`")
+        return rows.sample_from(row, arrays)
+
+    def _verified(self, entry: File) -> pa.Buffer:
+        path = self.folder / entry.path
+        try:
+            with pa.memory_map(str(path)) as source:
+                buffer = source.read_buffer()
+        except (OSError, pa.ArrowException):
+            raise MopdctlError(f"{path}: missing or unreadable; run `mopdctl store verify`") from None
+        if len(buffer) != entry.bytes or hashlib.blake2b(buffer, digest_size=16).hexdigest() != entry.digest:
+            raise MopdctlError(f"{path}: is not what was committed; run `mopdctl store verify`")
+        return buffer
+
+
+def _by_group(table: pa.Table) -> dict[tuple[str, int], list[tuple[int, dict[str, Any]]]]:
+    found: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
+    for position, row in enumerate(table.to_pylist()):
+        found.setdefault((row["payload_file"], row["payload_row_group"]), []).append((position, row))
+    return found
+
+
+class StoreWriter:
+    """The one writer of a store. Use as a context manager; holds the lock in between."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        """`identity` says what makes the samples. An existing store must have been made by the same.
+
+        Raises InputError if another process writes here, if the folder must not be written, or naming what differs.
+        """
+        self.folder = folder
+        self._held = ExitStack()
+        with disk.writing(folder), ExitStack() as held:
+            held.enter_context(locked(folder))
+            self._open(identity)
+            self._held = held.pop_all()
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the store."""
+        self.store.close()
+        self._held.close()
+
+    def _open(self, identity: dict[str, Any]) -> None:
+        for name in ("manifest", "meta", "payload", "wal", "_staging"):
+            disk.make_folder(self.folder / name)
+        if not manifests.numbers(self.folder):
+            shutil.rmtree(self.folder / "_staging")
+            disk.make_folder(self.folder / "_staging")
+            disk.sync_folder(self.folder)
+            with self._staging() as staging:
+                manifests.publish(self.folder, Manifest(0, None, identity, ()), staging)
+        self.store = Store(self.folder)
+        if self.store.warnings:
+            raise MopdctlError(self.store.warnings[0])
+        _check_identity(self.folder, self.store.manifest.identity, identity)
+        sweep(self.folder)
+        ids = self.store.meta_table(["sample_id", "payload_crc"])
+        self.committed: dict[str, tuple[int, int]] = {
+            sample_id: (number, crc)
+            for number, (sample_id, crc) in enumerate(
+                zip(ids["sample_id"].to_pylist(), ids["payload_crc"].to_pylist(), strict=True)
+            )
+        }
+        """Sample id to row number in `meta` and payload CRC."""
+
+    def commit(self, samples: Sequence[Sample]) -> None:
+        """Makes samples part of the store: after it returns they survive the machine, before they are not there at all.
+
+        A sample that is there already with the same payload is left out; with another one, MopdctlError.
+        """
+        fresh = []
+        for sample in samples:
+            rows.check(sample)
+            if sample.sample_id not in self.committed:
+                fresh.append(sample)
+            elif self.committed[sample.sample_id][1] != rows.sample_crc(sample):
+                raise MopdctlError(f"{self.folder}: sample {sample.sample_id} is there with another payload")
+        ids = [sample.sample_id for sample in fresh]
+        if len(set(ids)) != len(ids):
+            raise MopdctlError(f"{self.folder}: a commit holds a sample twice")
+        if fresh:
+            with disk.writing(self.folder):
+                self._commit(fresh)
+
+    def _commit(self, samples: Sequence[Sample]) -> None:
+        with self._staging() as staging:
+            shard, crcs = write_shard(self.folder, staging, samples)
+            self._replace(staging, (*self.store.manifest.shards, shard))
+        first = len(self.committed)
+        for number, (sample, crc) in enumerate(zip(samples, crcs, strict=True), start=first):
+            self.committed[sample.sample_id] = (number, crc)
+
+    def replace(self, staging: Path, shards: Sequence[Shard]) -> None:
+        """Publishes a manifest with these shards instead of the present ones (compaction, repair)."""
+        self._replace(staging, tuple(shards))
+
+    def _replace(self, staging: Path, shards: tuple[Shard, ...]) -> None:
+        before = self.store.manifest
+        manifest = Manifest(before.number + 1, self.store.digest, before.identity, shards)
+        manifests.publish(self.folder, manifest, staging)
+        self.store.close()
+        self.store = Store(self.folder)
+
+    @contextmanager
+    def _staging(self) -> Iterator[Path]:
+        folder = self.folder / "_staging" / uuid.uuid4().hex
+        disk.make_folder(folder)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    staging = _staging
+
+
+def write_shard(store: Path, staging: Path, samples: Sequence[Sample]) -> tuple[Shard, list[int]]:
+    """Writes samples into a pair of files that no manifest names yet; returns the shard and each payload's CRC."""
+    name = f"part-{uuid.uuid4().hex}.parquet"
+    groups = list(cut_groups([len(sample.tokens) for sample in samples]))
+    edges = np.cumsum([0, *groups]).tolist()
+    tables = (rows.payload_table(samples[a:b]) for a, b in pairwise(edges))
+    meta = rows.meta_table(samples, file=f"payload/{name}", groups=groups)
+    pieces = (meta.slice(i, schema.META_GROUP_ROWS) for i in range(0, meta.num_rows, schema.META_GROUP_ROWS))
+    made = []
+    for folder, content, columns in (
+        ("payload", tables, schema.PAYLOAD_COLUMNS),
+        ("meta", pieces, schema.META_COLUMNS),
+    ):
+        temporary = staging / f"{folder}-{name}"
+        with _parquet_errors(temporary):
+            parquet.write(temporary, content, columns)
+        disk.sync_file(temporary)
+        entry = File(f"{folder}/{name}", temporary.stat().st_size, file_digest(temporary))
+        disk.rename(temporary, store / entry.path)
+        disk.sync_folder(store / folder)
+        made.append(entry)
+    payload, meta_file = made
+    tokens = sum(len(sample.tokens) for sample in samples)
+    return Shard(len(samples), tokens, meta=meta_file, payload=payload), meta["payload_crc"].to_pylist()
+
+
+def cut_groups(lengths: Iterable[int]) -> Iterator[int]:
+    """Rows of each payload row group for samples of these lengths, in order."""
+    count = tokens = 0
+    for length in lengths:
+        if count and (count == schema.PAYLOAD_GROUP_ROWS or tokens + length > schema.PAYLOAD_GROUP_TOKENS):
+            yield count
+            count = tokens = 0
+        count += 1
+        tokens += length
+    if count:
+        yield count
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Removes what dead writers left: everything in `_staging`, and data files that no manifest names, once old.
+
+    Only for the one who holds the lock. Returns what was removed.
+    """
+    removed = []
+    for leftover in (folder / "_staging").iterdir():
+        shutil.rmtree(leftover, ignore_errors=True)
+        removed.append(leftover)
+    named = {path for number in manifests.numbers(folder) for path in manifests.read(folder, number)[0].files}
+    for kind in ("meta", "payload"):
+        for path in (folder / kind).iterdir():
+            if f"{kind}/{path.name}" not in named and time.time() - path.stat().st_mtime > GRACE_S:
+                disk.remove(path)
+                removed.append(path)
+    return removed
+
+
+def _check_identity(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    if before.get("tokenizer") != now.get("tokenizer"):
+        raise InputError(
+            f"{folder}: its token ids are those of another tokenizer ({before.get('tokenizer')}, the run's is "
+            f"{now.get('tokenizer')}); use another name"
+        )
+    if before != now:
+        raise InputError(
+            f"{folder}: was begun with another configuration ({', '.join(differing_keys(before, now))} differ); "
+            "use another name, restore the configuration, or delete the folder"
+        )
+
+
+@contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """Pyarrow reports a full disk as an OSError without a number, or leaves a file without a footer."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise MopdctlError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
