@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from mopdctl.config import schemas
+from mopdctl import schemas
 from mopdctl.config.base import Strict
 from mopdctl.errors import CheckFailedError
 
@@ -46,7 +46,7 @@ def test_docstring_of_a_field_becomes_its_description() -> None:
 
 
 def test_writing_twice_gives_the_same_bytes_and_passes_the_check(tmp_path: Path) -> None:
-    (path,) = schemas.write(tmp_path, MODELS)
+    path, _ = schemas.write(tmp_path, MODELS)
     first = path.read_bytes()
     schemas.write(tmp_path, MODELS)
     assert path.read_bytes() == first
@@ -54,11 +54,11 @@ def test_writing_twice_gives_the_same_bytes_and_passes_the_check(tmp_path: Path)
 
 
 def test_broken_schema_is_found(tmp_path: Path) -> None:
-    (path,) = schemas.write(tmp_path, MODELS)
+    path, _ = schemas.write(tmp_path, MODELS)
     document = json.loads(path.read_text())
     document["properties"]["num_samples"]["type"] = "string"
     path.write_text(json.dumps(document))
-    with pytest.raises(CheckFailedError, match=r"example\.schema\.json: stale.*python -m mopdctl\.config\.schemas"):
+    with pytest.raises(CheckFailedError, match=r"example\.schema\.json: stale.*python -m mopdctl\.schemas"):
         schemas.check(tmp_path, MODELS)
 
 
@@ -72,7 +72,7 @@ def test_schema_without_a_model_is_found_and_removed_by_writing(tmp_path: Path) 
     with pytest.raises(CheckFailedError, match=r"gone\.schema\.json: no model"):
         schemas.check(tmp_path, MODELS)
     schemas.write(tmp_path, MODELS)
-    assert [path.name for path in tmp_path.iterdir()] == ["example.schema.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["example.schema.json", "store.json"]
 
 
 def test_command_exits_3_with_one_line_when_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,4 +81,11 @@ def test_command_exits_3_with_one_line_when_stale(tmp_path: Path, capsys: pytest
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.count("\n") == 1
-    assert "run `python -m mopdctl.config.schemas`" in output.err
+    assert "run `python -m mopdctl.schemas`" in output.err
+
+
+def test_the_layout_of_the_store_is_written_down() -> None:
+    layout = json.loads((schemas.checkout_folder() / "store.json").read_text())
+    assert layout["schema"] == "mopdctl.store/1"
+    assert [column["name"] for column in layout["payload"]][:3] == ["sample_id", "tokens", "loss_mask"]
+    assert all(column["doc"] for table in ("meta", "payload") for column in layout[table])

@@ -18,6 +18,7 @@ from mopdctl.files import fingerprint
 from mopdctl.records import Prompt, Sample
 from mopdctl.rollouts.generate import RolloutLog, generate
 from mopdctl.rollouts.jobs import Job, make_job
+from mopdctl.store.compact import compact
 from mopdctl.store.store import Store, StoreWriter
 from mopdctl.train import distributed
 from mopdctl.train.data import prompt_token_ids
@@ -173,7 +174,8 @@ class StepRollouts:
         self._log.committed([sample.sample_id for sample in samples])
 
     def close(self) -> None:
-        """Closes log and store. After the last step nothing is left in the log, and it goes."""
+        """Closes log and store, after the last step: nothing is left in the log, and the commits become few files."""
         self._log.finish()
         if self._writer:
+            compact(self._writer)
             self._writer.close()

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,17 +42,17 @@ _NAME = re.compile(rf"\.?{_PREFIX}[0-9a-f]{{32}}-.+-\d+-\w{{8}}")
 _MARGIN = 1 << 30
 """Bytes that are left to others who use the file system, or a tenth of it where that is less."""
 _META = [name for name in schema.META.names if name not in schema.LOCATION]
-_GROUP = ["payload_file", "payload_row_group"]
+_GROUP = list(schema.LOCATION[:2])
 _FILES = ("meta.arrow", "payload.arrow")
 
 
 class Shared:
-    """A store's samples in mapped files. Arrays of a sample are read-only views of the map, but for the loss mask.
+    """A store's samples in mapped files. Arrays of a sample are read-only views of the map; its mask is unpacked.
 
-    Once it has one, a process keeps the map, and samples keep it too, even if the owner removes the files meanwhile.
+    Whoever has opened it, or has a sample of it, keeps the map, even if the owner removes the files meanwhile.
     """
 
-    def __init__(self, path: Path, *, owner: int | None = None) -> None:
+    def __init__(self, path: Path, *, owner: ExitStack | None = None) -> None:
         """Opens what `share` wrote; `owner` is for `share` alone. Raises InputError if nothing whole is there."""
         self.path = path
         try:
@@ -62,7 +62,7 @@ class Shared:
             raise InputError(f"{path}: no shared samples here; does their owner still run?") from None
         self.rows, self.number = int(table.num_rows), int(table.schema.metadata[b"manifest"])
         self._meta = {name: table[name] for name in table.column_names}
-        self._release = None if owner is None else weakref.finalize(self, _release, path, owner, os.getpid())
+        self._release = None if owner is None else weakref.finalize(self, _release, owner, os.getpid())
 
     def __enter__(self) -> "Shared":
         return self
@@ -77,7 +77,8 @@ class Shared:
         meta = {name: column[number].as_py() for name, column in self._meta.items()}
         if meta["batch"] is None:
             raise InputError(f"{self.path}: row {number} was not shared; share the rows of this plan")
-        return rows.sample_from(meta, _arrays(self._payload.get_batch(meta["batch"]), meta["batch_row"]))
+        group = rows.PayloadGroup(pa.Table.from_batches([self._payload.get_batch(meta["batch"])]))
+        return rows.sample_from(meta, group.arrays(meta["batch_row"]))
 
     def samples(self, numbers: NDArray[np.int64]) -> dict[int, Sample]:
         """The samples of some rows, by row."""
@@ -87,29 +88,6 @@ class Shared:
         """Removes the files if this process shared them, as do its end and the end of this object."""
         if self._release is not None:
             self._release()
-
-
-def _arrays(batch: pa.RecordBatch, row: int) -> dict[str, Any]:
-    """Every stream of a mapped payload row, None where it has none.
-
-    Taken from the buffers: pyarrow's scalars copy bytes, and its `to_numpy` imports pandas, 30 MB in each worker.
-    """
-    found: dict[str, Any] = {}
-    for name in schema.STREAMS:
-        column = batch.column(name)
-        valid, offsets, *_, data = column.buffers()
-        start, end = np.frombuffer(offsets, np.int32, 2, 4 * row).tolist()
-        if valid is not None and not valid[row // 8] >> row % 8 & 1:
-            found[name] = None
-        elif name == "teacher_hidden":
-            found[name] = np.frombuffer(data, "<u2", (end - start) // 2, start)
-        elif name == "loss_mask":
-            bits = np.unpackbits(np.frombuffer(data, np.uint8)[start // 8 : -(-end // 8)], bitorder="little")
-            found[name] = bits[start % 8 :][: end - start].view(np.bool_)
-            found[name].flags.writeable = False
-        else:
-            found[name] = np.frombuffer(data, column.type.value_type.to_pandas_dtype(), end - start, 4 * start)
-    return found
 
 
 def share(
@@ -168,7 +146,7 @@ def sweep(folder: Path) -> list[Path]:
 
 def _places() -> list[Path]:
     parents = [parent for parent in (_SHM, Path(tempfile.gettempdir())) if parent.is_dir()]
-    return [parent / f"mopdctl-{os.getuid()}" for parent in parents]
+    return [parent / f"mopdctl-{os.getuid()}" for parent in dict.fromkeys(parents)]
 
 
 def _share(store: Store, wanted: NDArray[np.int64], place: Path, name: str) -> Shared:
@@ -176,24 +154,28 @@ def _share(store: Store, wanted: NDArray[np.int64], place: Path, name: str) -> S
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         if place in _places() and (place.is_symlink() or place.stat().st_uid != os.getuid()):
             raise InputError(f"{place}: belongs to someone else; name another folder")  # anyone may make it in /dev/shm
+    with ExitStack() as held, disk.writing(place):
         with _locked(place):  # no sweep sees the folder before it is locked
             path = Path(tempfile.mkdtemp(prefix=f".{name}", dir=place))
-            lock = _lock(path)
-    try:
-        with disk.writing(path):
-            _write(store, wanted, path)
-            whole = path.with_name(path.name[1:])
-            disk.rename(path, whole)
-        return Shared(whole, owner=lock)
-    except BaseException:
-        _release(path, lock, os.getpid())
-        raise
+            held.enter_context(_locked(path))
+        held.callback(shutil.rmtree, path, ignore_errors=True)
+        _write(store, wanted, path)
+        whole = path.with_name(path.name[1:])
+        disk.rename(path, whole)
+        held.callback(shutil.rmtree, whole, ignore_errors=True)
+        return Shared(whole, owner=held.pop_all())
+
+
+def _release(held: ExitStack, owner: int) -> None:
+    if os.getpid() == owner:  # a fork has the object, too
+        held.close()
 
 
 def _write(store: Store, wanted: NDArray[np.int64], path: Path) -> None:
     table = store.meta_table([*_META, *_GROUP])
     meta, keys = table.select(_META).combine_chunks(), _keys(table)
-    lengths = sum(meta[name].to_numpy() for name in ("prompt_length", "response_length", "loss_tokens"))
+    counts = (schema.PROMPT_LENGTH, schema.RESPONSE_LENGTH, schema.LOSS_TOKENS)
+    lengths = sum(meta[name].to_numpy() for name in counts)
     # tokens and behavior_logprobs at least; what else there is shows on the way
     _check_room(path, meta.nbytes + 4 * int(lengths[wanted].sum(dtype=np.int64)))
     batch, batch_row = np.full(len(keys), -1, np.int32), np.zeros(len(keys), np.int32)
@@ -236,29 +218,14 @@ def _by_group(keys: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[NDArra
     return [part for part in parts if len(part)]
 
 
-def _lock(folder: Path, *, wait: bool = True) -> int:
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    handle = _lock(folder, wait=wait)
-    try:
         yield
     finally:
         os.close(handle)
-
-
-def _release(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has the object, too
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
 
 
 class Loader:
@@ -300,18 +267,19 @@ class Loader:
             )
         if min(bins_per_batch, window) < 1:
             raise InputError(f"bins_per_batch {bins_per_batch}, window {window}: have to be at least 1")
-        start_at = 0 if state is None else int(state["start_at"])
-        if state is not None and state["plan"] != plan.fingerprint:
-            raise InputError(f"stopped in plan {state['plan']}, cannot go on in plan {plan.fingerprint}")
-        if start_at % world:
-            raise InputError(f"stopped after {start_at} bins, which {world} ranks cannot have taken evenly")
+        self._taken = 0
         self._bins = plan.bins_of_rank(rank, world)
         self._plan, self._world, self._step, self._window = plan, world, bins_per_batch, window
-        self._taken = start_at // world
+        state = state or self.state()
+        if state["plan"] != plan.fingerprint:
+            raise InputError(f"stopped in plan {state['plan']}, cannot go on in plan {plan.fingerprint}")
+        self._taken, left = divmod(state["start_at"], world)
+        if left:
+            raise InputError(f"stopped after {state['start_at']} bins, {world} ranks cannot go on from there together")
+        self._held: dict[int, Sample] = {}
         self._fetch = (
             source.samples if isinstance(source, Shared) else partial(_fetch, source, _keys(source.meta_table(_GROUP)))
         )
-        self._held: dict[int, Sample] = {}
 
     def __len__(self) -> int:
         """Micro-batches that are still to come."""

@@ -21,15 +21,16 @@ from mopdctl import __version__
 from mopdctl.errors import InputError
 from mopdctl.store import disk
 from mopdctl.store.packing import OverLong, pack
-
-DOMAIN = "domain"
-TEACHER = "teacher_id"
-POLICY_MIN = "policy_version_min"
-POLICY_MAX = "policy_version_max"
-PROMPT_LENGTH = "prompt_length"
-RESPONSE_LENGTH = "response_length"
-LOSS_TOKENS = "loss_tokens"
-FINISH_REASON = "finish_reason"
+from mopdctl.store.schema import (
+    DOMAIN,
+    FINISH_REASON,
+    LOSS_TOKENS,
+    POLICY_MAX,
+    POLICY_MIN,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    TEACHER,
+)
 
 VERSION = 1
 """Raised when a reader of the old layout could misread the new one."""

@@ -91,16 +91,15 @@ STREAMS = tuple(column.name for column in PAYLOAD_COLUMNS if column.name != "sam
 LOCATION = ("payload_file", "payload_row_group", "payload_row", "payload_crc")
 """The columns of `meta` that the store fills in; all others are the sample's own."""
 
-PLANNING = (
-    "domain",
-    "teacher_id",
-    "policy_version_min",
-    "policy_version_max",
-    "prompt_length",
-    "response_length",
-    "loss_tokens",
-    "finish_reason",
-)
+DOMAIN = "domain"
+TEACHER = "teacher_id"
+POLICY_MIN = "policy_version_min"
+POLICY_MAX = "policy_version_max"
+PROMPT_LENGTH = "prompt_length"
+RESPONSE_LENGTH = "response_length"
+LOSS_TOKENS = "loss_tokens"
+FINISH_REASON = "finish_reason"
+PLANNING = (DOMAIN, TEACHER, POLICY_MIN, POLICY_MAX, PROMPT_LENGTH, RESPONSE_LENGTH, LOSS_TOKENS, FINISH_REASON)
 """The columns of `meta` that a plan may be made from."""
 
 META_GROUP_ROWS = 128 * 1024

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 GRACE_S = 3600
 """A file that no manifest names any more stays so long, for readers that opened an older one."""
 
+OPEN_FILES = 64
+"""Payload files that a reader keeps open; a store of many commits has more than a process may have."""
+
 
 class Store:
     """A store as one manifest describes it. Reading needs no lock: files never change, and stay for a while."""
@@ -113,7 +116,7 @@ class Store:
 
     def _meta_rows(self, numbers: "np.ndarray[Any, Any]") -> pa.Table:
         if self._location is None:
-            self._location = self.meta_table()
+            self._location = self.meta_table().combine_chunks()  # `take` is slow over a chunk per commit
         return self._location.take(pa.array(numbers))
 
     def _group(self, row: dict[str, Any]) -> rows.PayloadGroup:
@@ -125,6 +128,8 @@ class Store:
                 raise MopdctlError(f"{file}: missing; run `mopdctl store verify`")
             if file.stat().st_size != entry.bytes:
                 raise MopdctlError(f"{file}: {file.stat().st_size} bytes, committed {entry.bytes}")
+            if len(self._readers) == OPEN_FILES:
+                self._readers.pop(next(iter(self._readers))).close()
             self._readers[path] = parquet.GroupReader(file, schema.PAYLOAD)
         return rows.PayloadGroup(self._readers[path].read(int(row["payload_row_group"])))
 

@@ -9,7 +9,7 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_a_state_that_does_not_fit_is_refused(store: Store) -> None:
     plan = plan_of(store)
     with pytest.raises(InputError, match=plan.fingerprint):
         Loader(store, plan, state=Loader(store, plan_of(store, seed=1)).state())
-    with pytest.raises(InputError, match="6 bins, which 4 ranks"):
+    with pytest.raises(InputError, match="6 bins, 4 ranks"):
         Loader(store, plan, world=4, state={"plan": plan.fingerprint, "start_at": 6})
 
 
@@ -254,6 +254,15 @@ def test_only_the_rows_asked_for_are_shared(store: Store, tmp_path: Path) -> Non
         assert found == {f"s{row}" for row in plan.rows.tolist()}
         with pytest.raises(InputError, match="row 1 was not shared"):
             some.sample(1)
+
+
+def test_streams_that_no_sample_has_are_none(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", IDENTITY) as writer:
+        optional = {name: None for name in schema.STREAMS if name.startswith("teacher")}
+        samples = [replace(make_sample(number), rewards=None, **optional) for number in range(9)]
+        writer.commit(samples)
+        with share(writer.store, run_id="run", folder=tmp_path / "shared") as shared:
+            assert all(map(same, map(shared.sample, range(9)), samples))
 
 
 def test_an_empty_store_can_be_shared(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""JSON Schemas of the files that users write, generated from the configuration models. Editors complete by them.
+"""`schemas/`: what users may write, generated from the configuration models, and the layout of the rollout store.
 
-    python -m mopdctl.config.schemas            write schemas/
-    python -m mopdctl.config.schemas --check    exit 3 if a schema is not what its model says
+    python -m mopdctl.schemas            write schemas/
+    python -m mopdctl.schemas --check    exit 3 if a schema is not what its model says
 
 A file names its schema in its first line: `# yaml-language-server: $schema=../schemas/teachers.schema.json`.
 """
@@ -16,11 +16,12 @@ from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.errors import CheckFailedError, InputError, MopdctlError
 from mopdctl.files import dump_json, write_text
+from mopdctl.store.schema import document as store_layout
 
 MODELS: dict[str, type[Strict]] = {"sft": SftConfig, "teachers": TeachersFile}
 """Schema name to model; `teachers` becomes `schemas/teachers.schema.json`. A new kind of file gets its line here."""
 
-_COMMAND = "python -m mopdctl.config.schemas"
+_COMMAND = "python -m mopdctl.schemas"
 
 
 def schema(model: type[Strict]) -> dict[str, Any]:
@@ -30,13 +31,14 @@ def schema(model: type[Strict]) -> dict[str, Any]:
 
 def schema_texts(models: dict[str, type[Strict]] = MODELS) -> dict[str, str]:
     """File name to file content for every schema; the same models give the same bytes."""
-    return {f"{name}.schema.json": dump_json(schema(model)) + "\n" for name, model in sorted(models.items())}
+    texts = {f"{name}.schema.json": dump_json(schema(model)) + "\n" for name, model in sorted(models.items())}
+    return texts | {"store.json": dump_json(store_layout()) + "\n"}
 
 
 def write(folder: Path, models: dict[str, type[Strict]] = MODELS) -> list[Path]:
     """Writes every schema into `folder`, removes those of models that are gone, and returns what it wrote."""
     texts = schema_texts(models)
-    for path in folder.glob("*.schema.json"):
+    for path in folder.glob("*.json"):
         if path.name not in texts:
             path.unlink()
     for name, text in texts.items():
@@ -53,14 +55,14 @@ def check(folder: Path, models: dict[str, type[Strict]] = MODELS) -> None:
             raise CheckFailedError(f"{path}: missing; run `{_COMMAND}`")
         if path.read_bytes() != text.encode():
             raise CheckFailedError(f"{path}: stale, its model says something else; run `{_COMMAND}`")
-    for path in sorted(folder.glob("*.schema.json")):
+    for path in sorted(folder.glob("*.json")):
         if path.name not in texts:
             raise CheckFailedError(f"{path}: no model has this schema; run `{_COMMAND}`")
 
 
 def checkout_folder() -> Path:
     """`schemas/` of this checkout. Raises InputError in an installed package, where there is nothing to keep fresh."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / "pyproject.toml").is_file():
         raise InputError(f"{root}: not a checkout of mopdctl; schemas are written and checked in one")
     return root / "schemas"
