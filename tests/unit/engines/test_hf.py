@@ -82,6 +82,37 @@ def test_a_sample_depends_on_its_own_seed_and_prompt_alone(make_llama: Make, tok
         assert one.logprobs == pytest.approx(other.logprobs, abs=FLOAT32)
 
 
+def test_an_answer_goes_on_after_what_is_there(model: HFModel) -> None:
+    asked = requests(10, max_new_tokens=(1, 5, 24, 24, 24))
+    whole = model.sample(asked, temperature=1.0)
+    parts = [
+        replace(r, response_ids=c.token_ids[: i % 4 * 2]) for i, (r, c) in enumerate(zip(asked, whole, strict=True))
+    ]
+    parts = [r for r, c in zip(parts, whole, strict=True) if len(r.response_ids) < len(c.token_ids)]
+    by_id = {r.sample_id: c for r, c in zip(asked, whole, strict=True)}
+    assert len({len(r.response_ids) for r in parts}) > 2
+    for request, rest in zip(parts, model.sample(parts, temperature=1.0), strict=True):
+        done, expected = len(request.response_ids), by_id[request.sample_id]
+        assert (rest.token_ids, rest.finish_reason) == (expected.token_ids[done:], expected.finish_reason)
+        assert rest.logprobs == pytest.approx(expected.logprobs[done:], abs=FLOAT32)
+
+
+def test_a_spent_budget_is_no_token_and_length(model: HFModel) -> None:
+    spent, fresh = requests(2, max_new_tokens=(4,))
+    found = model.sample([replace(spent, response_ids=(3, 4, 5, 6)), fresh], temperature=1.0)
+    assert found[0] == Completion((), (), "length")
+    assert found[1] == model.sample([fresh], temperature=1.0)[0]
+
+
+def test_a_stream_that_is_left_leaves_the_model_in_training_mode(make_llama: Make, tokenizer: Any) -> None:
+    training = HFModel(make_llama().train(), tokenizer)
+    stream = training.stream(requests(2), temperature=1.0)
+    next(stream)
+    assert torch.is_grad_enabled()
+    stream.close()
+    assert training.model.training
+
+
 def test_another_seed_gives_another_answer(model: HFModel) -> None:
     one, other = (model.sample(requests(6, seed=s), temperature=1.0) for s in (0, 1))
     assert all(a.token_ids != b.token_ids for a, b in zip(one, other, strict=True))
