@@ -93,9 +93,12 @@ def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path)
     again = run("mopdctl quickstart", tmp_path, "--json")
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout)["recovery"] == document["recovery"]
-    tour = [c for c in commands() if "workspace/" in c or "trial" in c]
-    assert len(tour) == 3
+    tour = [c for c in commands() if re.search(r"workspace/|trial|mopdctl store|student-rollouts", c)]
+    assert len(tour) == 8
+    shown = {}
     for command in tour:
         done = run(command, tmp_path)
         assert done.returncode == 0, (command, done.stderr[-2000:])
-    assert "arithmetic" in done.stdout
+        shown[command] = done.stdout
+    assert "arithmetic" in shown[next(c for c in tour if "recovery" in c)]
+    assert re.search(r"arithmetic +arithmetic-2 ", shown["mopdctl store inspect mopd2"])
