@@ -178,4 +178,5 @@ class StepRollouts:
         self._log.finish()
         if self._writer:
             compact(self._writer)
+            self._writer.drop_history()
             self._writer.close()

@@ -1,6 +1,6 @@
 """`mopdctl rollout`: prompts through one model into a store, in batches that are committed as they are done."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -87,8 +87,9 @@ def run_rollout(
         "seed": spec.seed,
     }
     sampling = fingerprint({k: identity[k] for k in ("model", "max_new_tokens", "temperature")})
-    jobs = list(
-        plain_jobs(
+
+    def jobs() -> Iterator[Job]:
+        return plain_jobs(
             prompts,
             engine.token_ids,
             samples=spec.samples,
@@ -96,7 +97,8 @@ def run_rollout(
             max_length=engine.max_length,
             seed=spec.seed,
         )
-    )
+
+    total = sum(1 for _ in jobs())  # every prompt is looked at before anything is written; none is kept in memory
     folder = workspace.rollouts(spec.name)
     with (
         StoreWriter(folder, identity) as writer,
@@ -104,9 +106,9 @@ def run_rollout(
     ):
         for line in log.notes:
             on_note(line)
-        before = len(writer.committed)
-        log.committed(list(writer.committed))
-        for batch in _batches([job for job in jobs if job.sample_id not in writer.committed], spec.commit_every):
+        there = set(writer.committed)
+        log.committed(list(there))
+        for batch in _batches((job for job in jobs() if job.sample_id not in there), spec.commit_every):
             samples = []
             for sample in generate(
                 batch,
@@ -118,14 +120,14 @@ def run_rollout(
                 sampling_fingerprint=sampling,
             ):
                 samples.append(sample)
-                on_progress(len(writer.committed) + len(samples), len(jobs))
+                on_progress(len(writer.committed) + len(samples), total)
             writer.commit(sorted(samples, key=lambda sample: sample.sample_id))
             log.committed([sample.sample_id for sample in samples])
         log.finish()
         return {
             "store": str(folder),
             "samples": len(writer.committed),
-            "new": len(writer.committed) - before,
+            "new": len(writer.committed) - len(there),
             "tokens": writer.store.manifest.tokens,
         }
 
@@ -161,7 +163,6 @@ def _prompts(spec: RolloutSpec) -> list[Prompt]:
     return read_prompts(spec.prompts, ("domain",), required=False)
 
 
-def _batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
-    rest = iter(jobs)
-    while batch := list(islice(rest, size)):
+def _batches(jobs: Iterator[Job], size: int) -> Iterator[list[Job]]:
+    while batch := list(islice(jobs, size)):
         yield batch

@@ -242,6 +242,13 @@ class StoreWriter:
         """Publishes a manifest with these shards instead of the present ones (compaction, repair)."""
         self._replace(staging, tuple(shards))
 
+    def drop_history(self) -> None:
+        """Removes all older manifests and every file that only they name: for a writer that knows of no reader."""
+        for number in manifests.numbers(self.folder):
+            if number != self.store.manifest.number:
+                disk.remove(manifests.manifest_path(self.folder, number))
+        sweep(self.folder, grace_s=0)
+
     def _replace(self, staging: Path, shards: tuple[Shard, ...]) -> None:
         before = self.store.manifest
         manifest = Manifest(before.number + 1, self.store.digest, before.identity, shards)
@@ -300,7 +307,7 @@ def cut_groups(lengths: Iterable[int]) -> Iterator[int]:
         yield count
 
 
-def sweep(folder: Path) -> list[Path]:
+def sweep(folder: Path, *, grace_s: float = GRACE_S) -> list[Path]:
     """Removes what dead writers left: everything in `_staging`, and data files that no manifest names, once old.
 
     Only for the one who holds the lock. Returns what was removed.
@@ -312,7 +319,7 @@ def sweep(folder: Path) -> list[Path]:
     named = {path for number in manifests.numbers(folder) for path in manifests.read(folder, number)[0].files}
     for kind in ("meta", "payload"):
         for path in (folder / kind).iterdir():
-            if f"{kind}/{path.name}" not in named and time.time() - path.stat().st_mtime > GRACE_S:
+            if f"{kind}/{path.name}" not in named and time.time() - path.stat().st_mtime >= grace_s:
                 disk.remove(path)
                 removed.append(path)
     return removed

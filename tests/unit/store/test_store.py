@@ -18,6 +18,7 @@ from mopdctl.errors import InputError, MopdctlError
 from mopdctl.records import Sample
 from mopdctl.store import manifest as manifests
 from mopdctl.store import parquet, rows, schema
+from mopdctl.store.compact import compact
 from mopdctl.store.store import GRACE_S, Store, StoreWriter, cut_groups
 
 Make = Callable[..., Sample]
@@ -314,6 +315,18 @@ def test_leftovers_of_a_dead_writer_go_and_what_is_live_stays(tmp_path: Path, ma
     StoreWriter(folder, IDENTITY).close()
     assert (old.exists(), fresh.exists(), list((folder / "_staging").iterdir())) == (False, True, [])
     assert len(list(Store(folder).scan())) == 1
+
+
+def test_dropping_history_leaves_what_is_live_and_nothing_else(tmp_path: Path, make_sample: Make) -> None:
+    folder = tmp_path / "s"
+    with StoreWriter(folder, IDENTITY) as writer:
+        for i in range(4):
+            writer.commit([make_sample(i)])
+        compact(writer)
+        writer.drop_history()
+    assert [len(list((folder / kind).iterdir())) for kind in ("manifest", "meta", "payload")] == [1, 1, 1]
+    assert len(list(Store(folder).scan())) == 4
+    StoreWriter(folder, IDENTITY).close()
 
 
 def test_other_engines_read_the_metadata(tmp_path: Path, make_sample: Make, full: Sample) -> None:
