@@ -15,7 +15,7 @@ from mopdctl.store import disk, parquet, rows, schema
 from mopdctl.store import manifest as manifests
 from mopdctl.store.manifest import File, Manifest, Shard
 from mopdctl.store.replay import recover, replay, writers
-from mopdctl.store.store import write_shard
+from mopdctl.store.store import sweep, write_shard
 from mopdctl.store.verify import check_file, check_rows, read_meta, unnamed
 from mopdctl.store.wal import WalWriter
 
@@ -46,6 +46,7 @@ def repair(folder: Path) -> Repaired:
         manifests.newest(folder)  # says that there is no store
     with locked(folder), disk.writing(folder):
         base = _newest_sound(folder, known)
+        sweep(folder)
         lost: list[str] = []
         notes: list[str] = []
         moved: list[Path] = []

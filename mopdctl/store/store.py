@@ -310,13 +310,17 @@ def cut_groups(lengths: Iterable[int]) -> Iterator[int]:
 def sweep(folder: Path, *, grace_s: float = GRACE_S) -> list[Path]:
     """Removes what dead writers left: everything in `_staging`, and data files that no manifest names, once old.
 
-    Only for the one who holds the lock. Returns what was removed.
+    Only for the one who holds the lock. Data files stay while a manifest is damaged: it may have named them. Returns
+    what was removed.
     """
-    removed = []
-    for leftover in (folder / "_staging").iterdir():
+    removed = list((folder / "_staging").iterdir())
+    for leftover in removed:
         shutil.rmtree(leftover, ignore_errors=True)
-        removed.append(leftover)
-    named = {path for number in manifests.numbers(folder) for path in manifests.read(folder, number)[0].files}
+    try:
+        known = [manifests.read(folder, number)[0] for number in manifests.numbers(folder)]
+    except MopdctlError:
+        return removed
+    named = {path for manifest in known for path in manifest.files}
     for kind in ("meta", "payload"):
         for path in (folder / kind).iterdir():
             if f"{kind}/{path.name}" not in named and time.time() - path.stat().st_mtime >= grace_s:
