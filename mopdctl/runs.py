@@ -1,5 +1,6 @@
 """The workspace: named checkpoints, evaluations, rollouts and runs, and the cards that say what made them."""
 
+import difflib
 import fcntl
 import json
 import os
@@ -64,9 +65,9 @@ class Workspace:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
             return model
         known = sorted(p.name for p in (self.root / "checkpoints").glob("[!.]*") if p.is_dir())
-        raise InputError(
-            f"model {model!r}: neither a checkpoint in {self.root} (has: {', '.join(known) or 'none'}) nor a folder"
-        )
+        near = difflib.get_close_matches(model, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f" (has: {', '.join(known) or 'none'})"
+        raise InputError(f"model {model!r}: neither a folder, a hub id, nor a checkpoint in {self.root}{hint}")
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -189,6 +190,12 @@ def finished(checkpoint: Path, run: Path | None, config: dict[str, Any]) -> bool
         differing = f" ({', '.join(keys)} differ)" if 0 < len(keys) <= 5 else ""
         raise InputError(f"{checkpoint}: something else has this name{differing}; use another name")
     return True
+
+
+def check_name_is_ours(checkpoint: Path, run: Path, config: dict[str, Any]) -> None:
+    """Raises InputError if something else has the name, finished or begun. Writes nothing."""
+    if not finished(checkpoint, run, config) and (run / "config.json").exists():
+        open_run(run, config)
 
 
 class MetricsLog:

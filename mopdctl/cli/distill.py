@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
-from mopdctl.cli.output import note, result, result_json, stdout_reserved
+from mopdctl.cli.output import note, show, stdout_reserved
 from mopdctl.cli.training import step_progress
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 
@@ -61,7 +61,7 @@ def distill(
         from mopdctl.distill.run import plan_distill, run_distill
 
         quiet_libraries()
-        document = plan_distill(config, place, base=teachers.parent)
+        document = plan_distill(config, place, base=teachers.parent, dry_run=dry_run)
         if not dry_run:
             target = run_distill(
                 config,
@@ -71,4 +71,4 @@ def distill(
                 on_note=note,
             )
             document["checkpoint"] = str(target)
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)

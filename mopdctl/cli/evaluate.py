@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
-from mopdctl.cli.output import Progress, note, result, result_json, stdout_reserved
+from mopdctl.cli.output import Progress, note, result, result_json, show, stdout_reserved
 from mopdctl.evals.run import DEFAULT_BATCH_SIZE
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def evaluate(
             "tasks": {task: plan.limits[entry.name] for entry in loaded for task in entry.tasks},
             "reused": plan.done,
         }
-        result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+        show(document, as_json=as_json)
         return
     with stdout_reserved():
         folder = run_eval(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
-from mopdctl.cli.output import result, result_json, stdout_reserved
+from mopdctl.cli.output import show, stdout_reserved
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 
 
@@ -45,4 +45,4 @@ def merge(
             place.resolve_model(model, relative_to=teachers.parent)
         if not dry_run:
             run_merge(config, place, base=teachers.parent, scale=scale, name=name)
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)

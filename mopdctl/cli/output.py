@@ -25,6 +25,26 @@ def result_json(document: Any) -> None:
     result(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2))
 
 
+def show(document: dict[str, Any], *, as_json: bool) -> None:
+    """A flat result: JSON, or one `key: value` line each, what is nested indented under its key."""
+    result_json(document) if as_json else result("\n".join(_lines(document)))
+
+
+def _lines(document: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {_word(value)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_word, value)) or "none"
+    return {"None": "-", "True": "yes", "False": "no", "{}": "none"}.get(str(value), str(value))
+
+
 @contextlib.contextmanager
 def stdout_reserved() -> Iterator[None]:
     """Sends what libraries print, from Python or from C, to stderr, so that stdout holds the result alone."""

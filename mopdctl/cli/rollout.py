@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
-from mopdctl.cli.output import Progress, note, result, result_json, stdout_reserved
+from mopdctl.cli.output import Progress, note, show, stdout_reserved
 from mopdctl.train.runtime import prepare_runtime
 
 
@@ -72,4 +72,4 @@ def rollout(
                 progress.update(done)
 
             document |= run_rollout(spec, place, on_progress=on_progress, on_note=note)
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)

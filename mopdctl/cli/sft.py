@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
-from mopdctl.cli.output import result, result_json, stdout_reserved
+from mopdctl.cli.output import show, stdout_reserved
 from mopdctl.cli.training import step_progress
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 
@@ -43,7 +43,7 @@ def sft(
         from mopdctl.train.sft import plan_sft, run_sft
 
         quiet_libraries()
-        document |= plan_sft(loaded, place, base=config.parent)
+        document |= plan_sft(loaded, place, base=config.parent, dry_run=dry_run)
         if not dry_run:
             run_sft(loaded, place, base=config.parent, on_step=step_progress(loaded.name, loaded.train.steps))
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)

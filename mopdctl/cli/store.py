@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, JsonOption, WorkspaceOption
-from mopdctl.cli.output import note, result, result_json
+from mopdctl.cli.output import note, result, result_json, show
 from mopdctl.errors import CheckFailedError
 
 app = typer.Typer(
@@ -128,7 +128,7 @@ def plan(
         "alone": made.alone,
         "fill_pct": None if made.fill is None else round(100 * made.fill, 3),
     }
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)
 
 
 @app.command()
@@ -150,7 +150,7 @@ def export(
     store = _open(workspace, name)
     files = write(store, out, split=split)
     document = {"folder": str(out), "split": split, "samples": store.manifest.rows, "files": [f.name for f in files]}
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)
 
 
 @app.command()
@@ -168,7 +168,7 @@ def compact(name: NameArgument, workspace: WorkspaceOption = DEFAULT_WORKSPACE, 
     with StoreWriter(_folder(workspace, name), identity) as writer:
         before, after = merge(writer)
         document = {"shards_before": before, "shards_after": after, "samples": writer.store.manifest.rows}
-    result_json(document) if as_json else result("\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(document, as_json=as_json)
 
 
 @app.command()

@@ -40,6 +40,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     except (ValueError, KeyError, RecursionError) as error:  # `2026-02-31`, `!!bool maybe`, nested too deep
         raise InputError(f"{path}: not YAML ({type(error).__name__}: {error})") from None
+    if document is None:
+        raise InputError(f"{path}: is empty; a mapping of keys to values is needed")
     if not isinstance(document, dict):
         raise InputError(f"{path}: holds {type(document).__name__}, not a mapping of keys to values")
     return document
@@ -71,6 +73,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"key {where!r} is missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "list_type":
+        message = "must be a list, e.g. [a, b]"
     return f"{where}: {message}"
 
 

@@ -18,7 +18,8 @@ def teacher_of(routing: dict[str, str], config: TeachersFile) -> str:
         known = sorted({d for t in config.teachers.values() for d in t.domains})
         raise InputError(f"{where}: no teacher serves it; teachers serve {', '.join(known)}")
     if len(found) > 1:
-        raise InputError(f"{where}: teachers {' and '.join(sorted(found))} both serve it; a prompt has one teacher")
+        names = " and ".join(sorted(found))
+        raise InputError(f"{where}: teachers {names} both serve it; take it out of the `domains` of all but one")
     return found[0]
 
 

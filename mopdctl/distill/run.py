@@ -18,7 +18,7 @@ from mopdctl.distill.prompts import route
 from mopdctl.distill.rollout import OnNote, PromptBook, StepRollouts
 from mopdctl.distill.teachers import Teachers, load_teachers
 from mopdctl.engines.hf import HFModel
-from mopdctl.errors import MopdctlError
+from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.objective.reduction import first_non_finite
 from mopdctl.records import Sample
@@ -27,6 +27,7 @@ from mopdctl.runs import (
     MetricsLog,
     Workspace,
     building,
+    check_name_is_ours,
     checkpoint_digest,
     finished,
     locked,
@@ -59,20 +60,44 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path) -> dict[str, Any]:
-    """Everything that can be checked without loading a model: prompts, routing, model arguments. Writes nothing."""
+def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
+    """Everything that can be checked without loading a model: prompts, routing, model arguments. Writes nothing.
+
+    `dry_run` also checks whether the name is free: that reads all weights, and `run_distill` does it anyway.
+    """
     prompts = read_prompts(base / config.prompts, config.routing_keys)
-    if config.train.eval_every:
+    if config.train.eval_prompts:
         held_out.read(config, base=base)
+    student = workspace.resolve_model(config.student, relative_to=base)
+    teachers = {alias: _teacher_model(alias, config, workspace, base) for alias in config.teachers}
+    if dry_run:
+        record = _record(config, workspace, base)
+        check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
     return {
         "name": config.name,
-        "student": workspace.resolve_model(config.student, relative_to=base),
-        "teachers": {a: workspace.resolve_model(t.model, relative_to=base) for a, t in config.teachers.items()},
+        "student": student,
+        "teachers": teachers,
         "prompts": len(prompts),
         "prompts_per_teacher": route(prompts, config),
         "steps": config.train.steps,
         "samples": config.train.steps * config.train.batch_size * config.train.samples_per_prompt,
     }
+
+
+def _teacher_model(alias: str, config: TeachersFile, workspace: Workspace, base: Path) -> str:
+    """What to load for a teacher. Raises InputError naming its alias; one of kind `self` must be the student."""
+    teacher = config.teachers[alias]
+    try:
+        path = workspace.resolve_model(teacher.model, relative_to=base)
+    except InputError as error:
+        raise InputError(f"teacher {alias!r}: {error}") from None
+    student = workspace.resolve_model(config.student, relative_to=base)
+    if teacher.kind == "self" and path != student and model_identity(path) != model_identity(student):
+        raise InputError(
+            f"teacher {alias!r}: is of kind 'self' but {teacher.model} is not the student {config.student}; name the "
+            "student's checkpoint, or use kind 'stage' for an earlier one"
+        )
+    return path
 
 
 def run_distill(

@@ -38,10 +38,12 @@ class FakeModel:
     """Seconds that a step takes."""
 
     @classmethod
-    def parse(cls, text: str) -> "FakeModel":
+    def parse(cls, text: str, *, batch_size: int = 64) -> "FakeModel":
         """Reads `fake` or `fake:name=value,...`. Raises InputError naming what it does not know."""
         name, _, options = text.partition(":")
-        types = {f.name: (int if f.type in (int, "int") else float) for f in fields(cls)}
+        if name != "fake":
+            raise InputError(f"model {text!r}: the fake engine has one model, 'fake'")
+        types = {f.name: (int if f.type in (int, "int") else float) for f in fields(cls) if f.name != "batch_size"}
         found: dict[str, Any] = {}
         for option in filter(None, options.split(",")):
             key, _, value = option.partition("=")
@@ -51,9 +53,19 @@ class FakeModel:
                 raise InputError(
                     f"model {text!r}: {option!r} is no option of the fake engine; it has {', '.join(types)}"
                 ) from None
-        if name != "fake":
-            raise InputError(f"model {text!r}: the fake engine has one model, 'fake'")
-        return cls(**found)
+        model = cls(**found, batch_size=batch_size)
+        if not (
+            0 < model.mean_length < math.inf
+            and 0 < model.sigma <= 10
+            and 0 <= model.calls < 1
+            and FIRST < model.vocab_size < 1 << 31
+            and 0 <= model.step_s < math.inf
+        ):
+            raise InputError(
+                f"model {text!r}: the fake engine takes a finite mean_length above 0, sigma up to 10, calls from 0 to "
+                f"below 1, vocab_size above {FIRST}, and a finite step_s from 0"
+            )
+        return model
 
     def prompt_ids(self, text: str) -> tuple[int, ...]:
         """A prompt as token ids: one for each byte of its text."""

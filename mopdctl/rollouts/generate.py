@@ -24,7 +24,7 @@ class Tools(Protocol):
     """Runs the commands that answers ask for."""
 
     def request(self, response_ids: Sequence[int]) -> str | None:
-        """The command at the end of an answer, None if it ends without one."""
+        """The command that an answer ends with; None if it ends without one, or has not come to an end."""
         ...
 
     def run(self, sample_id: str, number: int, request: str) -> tuple[str, tuple[int, ...]]:
@@ -44,6 +44,8 @@ class Draft:
     policy_versions: set[int] = field(default_factory=set)
     calls: int = 0
     """Commands whose result is in the response."""
+    answered: int = 0
+    """How long the response was after the last result, which may have no tokens."""
     attempt: int = 1
     opened: bool = False
     """Whether this process has logged that it writes here."""
@@ -61,6 +63,7 @@ class Draft:
             logprobs=logged.logprobs.tolist(),
             policy_versions={v for v in (logged.policy_version_min, logged.policy_version_max) if v is not None},
             calls=len(logged.tools),
+            answered=max((tool.position + len(tool.token_ids) for tool in logged.tools), default=0),
             attempt=logged.attempt if logged.finish_reason else logged.attempt + 1,
             finish_reason=logged.finish_reason,
             lost_call=logged.pending_call is not None,
@@ -213,9 +216,7 @@ def _log_step(
 
 def _command(draft: Draft, tools: Tools | None) -> str | None:
     """The command that an unfinished answer ends with, as long as there is room for its result."""
-    if tools is None or draft.finish_reason or not draft.sampled or not draft.sampled[-1]:
-        return None
-    if len(draft.response) >= draft.job.max_new_tokens:
+    if tools is None or draft.finish_reason or not draft.answered < len(draft.response) < draft.job.max_new_tokens:
         return None
     return tools.request(draft.response)
 
@@ -230,6 +231,7 @@ def _run_tool(draft: Draft, command: str, tools: Tools, log: RolloutLog) -> None
     draft.response += kept
     draft.sampled += [False] * len(kept)
     draft.calls += 1
+    draft.answered = len(draft.response)
     if len(draft.response) >= draft.job.max_new_tokens:
         draft.finish_reason = "length"
         records.append(Finish(draft.slot, "length"))

@@ -35,5 +35,6 @@ def read_prompts(path: Path, routing_keys: tuple[str, ...], *, required: bool = 
         )
     prompt_id, count = Counter(p.prompt_id for p in prompts).most_common(1)[0]
     if count > 1:
-        raise InputError(f"{path}: id {prompt_id!r} stands on {count} rows; ids must be unique")
+        places = [p.place for p in prompts if p.prompt_id == prompt_id]
+        raise InputError(f"{places[1]}: id {prompt_id!r} stands on {count} rows, first at {places[0]}; make ids unique")
     return prompts

@@ -135,7 +135,7 @@ def run_rollout(
 def load_engine(spec: RolloutSpec, workspace: Workspace) -> Engine:
     """The engine that `spec` names, its model loaded."""
     if spec.engine == "fake":
-        fake = FakeModel.parse(spec.model)
+        fake = FakeModel.parse(spec.model, batch_size=spec.batch_size)
         return Engine(
             fake,
             identity=spec.model,

@@ -1,5 +1,6 @@
 """Rows of prompts and conversations from JSONL or Parquet, and conversations as token ids with a loss mask."""
 
+import difflib
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,10 @@ def _present(value: Any) -> Any:
     return [_present(item) for item in value] if isinstance(value, list) else value
 
 
+# Those that chat templates of the field know. Many write any role as it is, so that a typo would be trained on.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+
+
 def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str, Any]]:
     """The `messages` of a row, or its plain `prompt` as one user message. Raises InputError where neither is usable."""
     if "messages" in row:
@@ -73,6 +78,10 @@ def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str,
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InputError(f"{place}: message {number} has no 'role'")
+        if (role := message["role"]) not in _ROLES:
+            near = difflib.get_close_matches(role, _ROLES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known roles: {', '.join(_ROLES)}"
+            raise InputError(f"{place}: message {number} has the unknown role {role!r}; {hint}")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise InputError(f"{place}: message {number} has no text in 'content'")
         try:

@@ -16,6 +16,7 @@ from mopdctl.runs import (
     MetricsLog,
     Workspace,
     building,
+    check_name_is_ours,
     checkpoint_digest,
     finished,
     locked,
@@ -40,13 +41,28 @@ def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
     return TokenLoss(loss_N, {"sft/loss_nats": loss_N.detach()})
 
 
-def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path) -> dict[str, Any]:
-    """Everything that can be checked without loading the model. Writes nothing."""
+def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
+    """Everything that can be checked without loading the model. Writes nothing.
+
+    `dry_run` also checks whether the name is free, which `run_sft` does anyway.
+    """
     rows = [placed for path in config.data for placed in read_rows(base / path)]
     for place, row in rows:
         row_conversation(row, place)
         row_tools(row, place)
-    return {"model": workspace.resolve_model(config.model, relative_to=base), "rows": len(rows)}
+    start = workspace.resolve_model(config.model, relative_to=base)
+    if dry_run:
+        record = _record(config, start, base)
+        check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
+    return {"model": start, "rows": len(rows)}
+
+
+def _record(config: SftConfig, start: str, base: Path) -> dict[str, Any]:
+    """The resolved configuration with the digests of all inputs: what a resumed run must share with its first part."""
+    return config.model_dump(mode="json") | {
+        "model": model_identity(start),
+        "data": {str(path): file_digest(base / path) for path in config.data if (base / path).exists()},
+    }
 
 
 def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnStep = lambda step, row: None) -> Path:
@@ -57,10 +73,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     """
     start = workspace.resolve_model(config.model, relative_to=base)
     target = workspace.checkpoint(config.name)
-    record = config.model_dump(mode="json") | {
-        "model": model_identity(start),
-        "data": {str(path): file_digest(base / path) for path in config.data if (base / path).exists()},
-    }
+    record = _record(config, start, base)
     distributed.start()
     folder = workspace.run(config.name)
     if finished(target, folder, record):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.run import run_distill
+from mopdctl.distill.run import plan_distill, run_distill
 from mopdctl.distill.teachers import load_teachers
 from mopdctl.engines.base import SampleRequest
 from mopdctl.engines.hf import HFModel
@@ -149,7 +149,10 @@ def test_a_teacher_that_is_not_there_is_named_with_what_is(teachers_document: Do
     document = teachers_document()
     document["teachers"]["tools"]["model"] = "toolz"
     message = refusal(document, tmp_path / "workspace")
-    assert message == f"model 'toolz': neither a checkpoint in {tmp_path / 'workspace'} (has: none) nor a folder"
+    place = tmp_path / "workspace"
+    assert message == (
+        f"teacher 'tools': model 'toolz': neither a folder, a hub id, nor a checkpoint in {place} (has: none)"
+    )
 
 
 def test_a_folder_without_a_model_is_refused(teachers_document: Document, tmp_path: Path) -> None:
@@ -200,3 +203,15 @@ def test_a_teacher_may_be_of_another_architecture(
     larger = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "tie_word_embeddings": False}
     document["teachers"]["tools"]["model"] = str(write_tiny_model(tmp_path / "larger", **larger))
     assert distil(document).metrics[0]["distill/kl_exact_nats"]["tools"] > 0.1
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_dry_run_says_that_the_name_is_taken(teachers_document: Document, tmp_path: Path, ended: bool) -> None:
+    config = TeachersFile.model_validate(teachers_document(steps=1))
+    run_distill(config, Workspace(tmp_path), base=tmp_path)
+    if not ended:
+        shutil.rmtree(tmp_path / "checkpoints")
+    plan_distill(config, Workspace(tmp_path), base=tmp_path, dry_run=True)
+    other = TeachersFile.model_validate(teachers_document(steps=1, learning_rate=0.5))
+    with pytest.raises(InputError, match=r"train\.learning_rate differ"):
+        plan_distill(other, Workspace(tmp_path), base=tmp_path, dry_run=True)

@@ -59,7 +59,8 @@ def test_an_unknown_domain_is_named_with_its_place_and_the_known_ones() -> None:
 def test_a_domain_with_two_teachers_names_both() -> None:
     config = teachers_file({"m": MATH, "other": {"domains": ["logic"]}})
     assert message_of([prompt(1, domain="math"), prompt(2, domain="logic")], config) == (
-        "prompts.jsonl:2: domain 'logic': teachers m and other both serve it; a prompt has one teacher"
+        "prompts.jsonl:2: domain 'logic': teachers m and other both serve it; "
+        "take it out of the `domains` of all but one"
     )
 
 

@@ -372,3 +372,10 @@ def test_a_null_inside_a_reference_is_kept(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "reference": {"value": {"x": None, "y": 1}}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert [row for _, row in read_rows(tmp_path / "rows.parquet")] == rows
+
+
+def test_a_role_that_no_template_knows_is_a_typo() -> None:
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        assert row_messages({"messages": [{"role": role, "content": "x"}]}, "f:1")[0]["role"] == role
+    with pytest.raises(InputError, match=r"^f:1: message 1 has the unknown role 'usr'; did you mean 'user'\?$"):
+        row_messages({"messages": [{"role": "user", "content": "x"}, {"role": "usr", "content": "x"}]}, "f:1")
