@@ -10,6 +10,9 @@ import pyarrow.parquet as pq
 from mopdctl.errors import MopdctlError
 from mopdctl.store.schema import Column
 
+DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError)
+"""What pyarrow raises for bytes that are no Parquet; a column name that is no UTF-8 is a ValueError."""
+
 
 def write(path: Path, groups: Iterable[pa.Table], columns: Sequence[Column]) -> list[int]:
     """Writes one row group per table into a new file and returns the rows of each. The caller syncs it.
@@ -87,14 +90,14 @@ class GroupReader:
         try:
             self._file = pq.ParquetFile(path, page_checksum_verification=True)
             _check_schema(self._file, schema, path)
-        except (pa.ArrowException, OSError) as error:
+        except DAMAGE as error:
             raise MopdctlError(f"{path}: damaged ({_first_line(error)}); run `mopdctl store verify`") from None
 
     def read(self, group: int) -> pa.Table:
         """One row group. Raises MopdctlError naming the file if it is damaged."""
         try:
             return self._file.read_row_group(group, use_threads=False)
-        except (pa.ArrowException, OSError, IndexError) as error:
+        except DAMAGE as error:
             raise MopdctlError(
                 f"{self._path}: row group {group} is damaged ({_first_line(error)}); run `mopdctl store verify`"
             ) from None

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import file_digest
 from mopdctl.store import manifest as manifests
@@ -130,7 +128,7 @@ def read_meta(folder: Path, shard: Shard) -> list[dict[str, Any]]:
     """The metadata rows of a shard. Raises MopdctlError if the file cannot be read."""
     try:
         table = parquet.read_table(str(folder / shard.meta.path), schema=schema.META)
-    except (pa.ArrowException, OSError) as error:
+    except parquet.DAMAGE as error:
         raise MopdctlError(f"cannot be read ({(str(error).splitlines() or ['?'])[0]})") from None
     found: list[dict[str, Any]] = table.to_pylist()
     return found
@@ -162,7 +160,7 @@ def _row_is_whole(row: dict[str, Any], group: rows.PayloadGroup) -> bool:
         if number >= group.rows or group.sample_id(number) != row["sample_id"]:
             return False
         arrays = group.arrays(number)
-    except (pa.ArrowException, ValueError, IndexError, UnicodeDecodeError):
+    except parquet.DAMAGE:
         return False
     return bool(
         rows.payload_crc(arrays) == row["payload_crc"]
