@@ -1,5 +1,6 @@
 """`mopdctl rollout`: prompts through one model into a store, in batches that are committed as they are done."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -158,8 +159,8 @@ def load_engine(spec: RolloutSpec, workspace: Workspace) -> Engine:
 
 
 def _prompts(spec: RolloutSpec) -> list[Prompt]:
-    if spec.temperature < 0:
-        raise InputError(f"--temperature {spec.temperature}: must be 0 or above")
+    if not 0 <= spec.temperature < math.inf:
+        raise InputError(f"--temperature {spec.temperature}: must be a number from 0")
     return read_prompts(spec.prompts, ("domain",), required=False)
 
 
