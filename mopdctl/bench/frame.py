@@ -4,7 +4,8 @@
 - `ratio = rival / ours`, so above 1 we are cheaper, and 2 means that the rival costs twice as much.
 - Both sides run once unmeasured, then in turn (ours, rival, ours, rival, ...), so that a slow minute of the computer
   falls on both. A figure is the median of its runs.
-- A bar is a ceiling on `ours`, a floor under `ratio`, or both. A report holds if every bar does.
+- A bar is a ceiling on `ours`, a floor under `ratio`, or both. A report holds if every bar does. A case without a bar
+  is there to be seen, and holds.
 
 The report is `{"rows": [{"case", "ours", "rival", "unit", "ratio", "bar", "holds"}], "machine", "versions"}`.
 """
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,7 +68,10 @@ class Case:
     unit: str
     ours: Callable[[], float]
     rival: Callable[[], float]
-    bar: Bar
+    bar: Bar | None
+    """None for a case that is only shown."""
+    max_runs: int | None = None
+    """Measures fewer runs than others: one takes long, or gives the same figure each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,14 @@ class Bench:
 
     cases: Sequence[Case]
     rival_versions: dict[str, str]
+    held: ExitStack = field(default_factory=ExitStack)
+    """What the cases need until the last of them is measured: files, processes."""
 
 
 def measure(case: Case, *, runs: int = RUNS) -> Row:
     """Runs a case and returns its row. Raises MopdctlError for a cost that is not above 0: nothing was measured."""
     ours, rival = [], []
+    runs = min(runs, case.max_runs or runs)
     for number in range(-1, runs):
         pair = (case.ours(), case.rival())
         if min(pair) <= 0:
@@ -107,15 +115,16 @@ def measure(case: Case, *, runs: int = RUNS) -> Row:
             )
     cost, rival_cost = median(ours), median(rival)
     ratio = rival_cost / cost
-    return Row(
-        case.name, cost, rival_cost, case.unit, ratio, bar=case.bar.text(case.unit), holds=case.bar.holds(cost, ratio)
-    )
+    bar, holds = ("none", True) if case.bar is None else (case.bar.text(case.unit), case.bar.holds(cost, ratio))
+    return Row(case.name, cost, rival_cost, case.unit, ratio, bar, holds)
 
 
 def report(bench: Bench, *, runs: int = RUNS) -> dict[str, Any]:
-    """Measures every case and returns the report."""
+    """Measures every case, lets go of what the bench holds, and returns the report."""
+    with bench.held:
+        rows = [asdict(measure(case, runs=runs)) for case in bench.cases]
     return {
-        "rows": [asdict(measure(case, runs=runs)) for case in bench.cases],
+        "rows": rows,
         "machine": machine(),
         "versions": {"ours": package_versions(), "rival": bench.rival_versions},
     }
@@ -181,6 +190,36 @@ def cpu_seconds(command: Sequence[str | Path], *, cwd: Path | None = None) -> fl
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """What a command took."""
+
+    wall_s: float
+    peak_bytes: int
+    """Resident memory at its highest, mapped files included."""
+
+
+_STARTER = """
+import json, os, resource, subprocess, sys, time
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
+start = time.perf_counter()
+status = subprocess.run(sys.argv[2:], stdout=subprocess.DEVNULL).returncode
+wall_s = time.perf_counter() - start
+peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+print(json.dumps({"wall_s": wall_s, "peak_bytes": peak_bytes}))
+sys.exit(status)
+"""
+
+
+def spent(command: Sequence[str | Path], *, cores: int) -> Spent:
+    """Wall seconds and peak memory of a command that may use so many cores (Linux); its output is discarded.
+
+    A small process starts it: Linux counts the memory of whoever starts a process into that process's peak.
+    Raises MopdctlError if the command fails.
+    """
+    return Spent(**json.loads(_run([sys.executable, "-S", "-c", _STARTER, str(cores), *command], shown=command)))
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """A rival's own virtual environment."""
 
@@ -221,9 +260,9 @@ def rival_environment(
     return Environment(folder, json.loads(_run([folder / "bin" / "python", "-c", asked, *report_versions])))
 
 
-def _run(command: Sequence[str | Path]) -> str:
+def _run(command: Sequence[str | Path], *, shown: Sequence[str | Path] | None = None) -> str:
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip() or "no message").split("\n")[-1]
-        raise MopdctlError(f"`{' '.join(map(str, command))}` ended with {done.returncode}: {last}")
+        raise MopdctlError(f"`{' '.join(map(str, shown or command))}` ended with {done.returncode}: {last}")
     return done.stdout

@@ -100,7 +100,7 @@ def plan(
 
     store = _open(workspace, name)
     made = make_plan(
-        store.meta(PLANNING),
+        store.meta(PLANNING, encoded=True),
         capacity=capacity,
         seed=seed,
         filters=Filter(

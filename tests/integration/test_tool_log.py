@@ -189,6 +189,8 @@ def check(sample: Sample, story: Story, ran: Counter[tuple[str, int]]) -> None:
         assert (told["command"], told["of_this"]) == (f"count {position}", 1)
         whole = [10 + int(digit) for digit in str(told["runs"])]
         assert token_ids == whole[: BUDGET - position]
+    asked = [place + 1 for place, token in enumerate(response) if token == CALL]
+    assert [position for position in asked if position < len(response)] == [own[n][0] for n in sorted(own)]
     assert sample.response_mask.tolist() == mask
     assert len(sample.behavior_logprobs) == sum(mask)
     assert len(response) <= BUDGET
