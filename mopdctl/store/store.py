@@ -197,7 +197,7 @@ class StoreWriter:
             shutil.rmtree(self.folder / "_staging")
             disk.make_folder(self.folder / "_staging")
             disk.sync_folder(self.folder)
-            with self._staging() as staging:
+            with self.staging() as staging:
                 manifests.publish(self.folder, Manifest(0, None, identity, ()), staging)
         self.store = Store(self.folder)
         if self.store.warnings:
@@ -233,16 +233,12 @@ class StoreWriter:
                 self._commit(fresh)
 
     def _commit(self, samples: Sequence[Sample]) -> None:
-        with self._staging() as staging:
+        with self.staging() as staging:
             shard, crcs = write_shard(self.folder, staging, samples)
-            self._replace(staging, (*self.store.manifest.shards, shard))
+            self.replace(staging, (*self.store.manifest.shards, shard))
         first = len(self.committed)
         for number, (sample, crc) in enumerate(zip(samples, crcs, strict=True), start=first):
             self.committed[sample.sample_id] = (number, crc)
-
-    def replace(self, staging: Path, shards: Sequence[Shard]) -> None:
-        """Publishes a manifest with these shards instead of the present ones (compaction, repair)."""
-        self._replace(staging, tuple(shards))
 
     def drop_history(self) -> None:
         """Removes all older manifests and every file that only they name: for a writer that knows of no reader."""
@@ -251,23 +247,23 @@ class StoreWriter:
                 disk.remove(manifests.manifest_path(self.folder, number))
         sweep(self.folder, grace_s=0)
 
-    def _replace(self, staging: Path, shards: tuple[Shard, ...]) -> None:
+    def replace(self, staging: Path, shards: Sequence[Shard]) -> None:
+        """Publishes a manifest with these shards in place of the present ones."""
         before = self.store.manifest
-        manifest = Manifest(before.number + 1, self.store.digest, before.identity, shards)
+        manifest = Manifest(before.number + 1, self.store.digest, before.identity, tuple(shards))
         manifests.publish(self.folder, manifest, staging)
         self.store.close()
         self.store = Store(self.folder)
 
     @contextmanager
-    def _staging(self) -> Iterator[Path]:
+    def staging(self) -> Iterator[Path]:
+        """A folder for files that no manifest names yet; it goes when the block ends."""
         folder = self.folder / "_staging" / uuid.uuid4().hex
         disk.make_folder(folder)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    staging = _staging
 
 
 def write_shard(store: Path, staging: Path, samples: Sequence[Sample]) -> tuple[Shard, list[int]]:
