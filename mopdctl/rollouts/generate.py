@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from mopdctl.engines.base import Sampler, Step
+from mopdctl.errors import MopdctlError
 from mopdctl.records import Sample
 from mopdctl.rollouts.jobs import Job
 from mopdctl.store.replay import LoggedSample, recover
@@ -175,10 +176,11 @@ def generate(
         else:
             waiting.append(draft)
     while waiting:
-        again = []
+        again, ended = [], 0
         requests = [draft.job.request(tuple(draft.response)) for draft in waiting]
         for step in sampler.stream(requests, temperature=temperature):
             done = _log_step(step, waiting, log, policy_version, tools)
+            ended += len(done)
             for draft in done:
                 command = _command(draft, tools)
                 if command is not None and tools:
@@ -187,6 +189,8 @@ def generate(
                     yield sample(draft)
                 else:
                     again.append(draft)
+        if ended != len(waiting):
+            raise MopdctlError(f"the engine stopped after {ended} of {len(waiting)} answers; what is logged is safe")
         waiting = again
 
 
@@ -207,9 +211,10 @@ def _log_step(
         records.append(Tokens(policy_version, slots, positions, step.token_ids, step.logprobs))
     done = [drafts[i] for i in step.finished]
     for i, reason in step.finished.items():
-        if _command(drafts[i], tools) is None:
-            drafts[i].finish_reason = reason
-            records.append(Finish(drafts[i].slot, reason))
+        draft = drafts[i]
+        if _command(draft, tools) is None:
+            draft.finish_reason = "length" if _cut_command(draft, tools) else reason
+            records.append(Finish(draft.slot, draft.finish_reason))
     log.append(records, list({d.slot: d for d in (*running, *done)}.values()))
     return done
 
@@ -219,6 +224,12 @@ def _command(draft: Draft, tools: Tools | None) -> str | None:
     if tools is None or draft.finish_reason or not draft.answered < len(draft.response) < draft.job.max_new_tokens:
         return None
     return tools.request(draft.response)
+
+
+def _cut_command(draft: Draft, tools: Tools | None) -> bool:
+    """Whether an answer ends with a command that its budget leaves no room to answer."""
+    full = len(draft.response) >= draft.job.max_new_tokens
+    return tools is not None and full and tools.request(draft.response) is not None
 
 
 def _run_tool(draft: Draft, command: str, tools: Tools, log: RolloutLog) -> None:

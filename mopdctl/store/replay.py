@@ -176,7 +176,8 @@ def replay(folder: Path, *, writer: str | None = None, salvage: bool = False) ->
     for name in sorted(names):
         state.segment(name, limits.get(str(name)), last=name in last.values())
     if state.left_out:
-        state.notes.append(f"{folder}: {len(state.left_out)} samples began in segments that are gone; left out")
+        count = len(state.left_out)
+        state.notes.append(f"{folder}: {count} samples left out: their first segments are gone, as once committed")
     return Replay(
         folder,
         samples={sample_id: draft.logged() for sample_id, draft in state.samples.items()},

@@ -68,7 +68,7 @@ main()
 
 SEED = 0
 """Of the kill schedule. When a signal arrives hangs on the machine as well."""
-PROMPTS, SAMPLES = 100, 2
+PROMPTS, SAMPLES = 80, 2
 KILLS = 204
 KILLS_PER_STORE = 17
 CASES = [

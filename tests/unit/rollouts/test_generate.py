@@ -10,6 +10,7 @@ import pytest
 
 from mopdctl.engines.base import Sampler, SampleRequest, Step
 from mopdctl.engines.fake import CALL, END, FakeModel
+from mopdctl.errors import MopdctlError
 from mopdctl.records import Prompt, Sample
 from mopdctl.rollouts.generate import TOOL_LOST, RolloutLog, Tools, generate
 from mopdctl.rollouts.jobs import Job, make_job
@@ -452,6 +453,7 @@ def test_a_command_without_room_for_its_result_does_not_run(tmp_path: Path) -> N
     echo = Echo()
     (sample,) = life(tmp_path, [job], Script({job.sample_id: [(20, -1.0), (CALL, -1.0)]}), tools=echo)
     assert (echo.ran, sample.response_ids.tolist()) == ([], [20, CALL])
+    assert sample.finish_reason == "length"
 
 
 @dataclass
@@ -518,3 +520,27 @@ def test_a_command_that_was_asked_for_and_not_begun_runs_after_the_death(
 def test_the_number_of_answers_at_the_same_time_reaches_the_engine(tmp_path: Path) -> None:
     spec = RolloutSpec("x", "fake:mean_length=5", tmp_path / "none", engine="fake", batch_size=3)
     assert load_engine(spec, Workspace(tmp_path)).sampler == FakeModel(mean_length=5, batch_size=3)
+
+
+def test_an_engine_that_stops_early_is_an_error(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Quitter:
+        def stream(self, requests: Sequence[SampleRequest], *, temperature: float) -> Iterator[Step]:
+            yield next(MODEL.stream(requests, temperature=temperature))
+
+    with (
+        RolloutLog(tmp_path, writer="rank-0", level="process") as log,
+        pytest.raises(MopdctlError, match="stopped after"),
+    ):
+        list(
+            generate(
+                make_jobs(3),
+                Quitter(),
+                log,
+                temperature=1.0,
+                policy_version=0,
+                tokenizer_fingerprint="t",
+                sampling_fingerprint="s",
+            )
+        )
+    assert len(replay(tmp_path).samples) == 3
