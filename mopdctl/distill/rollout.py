@@ -156,6 +156,7 @@ class StepRollouts:
             policy_version=policy_version,
             tokenizer_fingerprint=self._tokenizer,
             sampling_fingerprint=self._sampling,
+            redecode=True,
         ):
             found[sample.sample_id] = sample
         return [found[job.sample_id] for job in jobs]

@@ -21,6 +21,9 @@ class SampleRequest:
     """128 bits that key this sample's own random stream (see `stream_seed`)."""
     response_ids: tuple[int, ...] = ()
     """What is there already: the answer goes on after it, with random number `len(response_ids)` of its stream."""
+    forced_ids: tuple[int, ...] = ()
+    """Tokens that come next whatever is drawn, decoded one by one and not given back: the way an undisturbed answer
+    took, so that the numbers after them are its own to the bit. Reading `response_ids` in one pass rounds otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

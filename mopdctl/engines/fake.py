@@ -109,7 +109,7 @@ class FakeModel:
         self, request: SampleRequest, hazard: NDArray[np.float64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], str]:
         """What is left of an answer: its tokens, their log-probabilities, why it ends. One uniform decides a token."""
-        done = len(request.response_ids)
+        done = len(request.response_ids) + len(request.forced_ids)
         uniform = uniforms(request.seed, request.max_new_tokens)[done:]
         end = hazard[done : request.max_new_tokens]
         call = (1 - end) * self.calls

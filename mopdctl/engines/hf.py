@@ -117,14 +117,17 @@ class HFModel:
             logits_BV = out.logits[:, -1, : self.vocab_size].float()
             chosen_B, chosen_logprobs_B = _choose(logits_BV, randoms_BT[rows, step], temperature)
             running = [i for i, row in enumerate(rows) if alive[row]]
-            tokens = chosen_B.cpu().numpy().astype(np.int32)[running]
+            free = [i for i in running if step >= len(requests[rows[i]].forced_ids)]
+            for i in set(running).difference(free):
+                chosen_B[i] = requests[rows[i]].forced_ids[step]
+            tokens = chosen_B.cpu().numpy().astype(np.int32)
             finished = {}
-            for i, token in zip(running, tokens.tolist(), strict=True):
-                if token in self.eos_ids or step + 1 == left[rows[i]]:
-                    finished[rows[i]] = "stop" if token in self.eos_ids else "length"
+            for i in running:
+                if (ended := tokens[i] in self.eos_ids) or step + 1 == left[rows[i]]:
+                    finished[rows[i]] = "stop" if ended else "length"
                     alive[rows[i]] = False
-            who = np.array([rows[i] for i in running])
-            yield Step(who, tokens, chosen_logprobs_B.cpu().numpy()[running], finished)
+            who = np.array([rows[i] for i in free], np.int64)
+            yield Step(who, tokens[free], chosen_logprobs_B.cpu().numpy()[free], finished)
             num_alive = sum(alive)
             if num_alive == 0:
                 break

@@ -1,8 +1,4 @@
-"""A run that was killed ends as one that was not: to the bit between answers, to rounding inside of one.
-
-An answer that was interrupted goes on from its logged tokens, which the model reads in one pass instead of one by one:
-the same numbers in another order of summation.
-"""
+"""A run that was killed, at any moment, ends with the same bits as one that was not."""
 
 import json
 import os
@@ -54,23 +50,6 @@ def assert_equal(straight: SimpleNamespace, resumed: SimpleNamespace) -> None:
     assert resumed.weights.keys() == straight.weights.keys()
     assert all(resumed.weights[name].equal(weight) for name, weight in straight.weights.items())
     assert resumed.card == straight.card
-
-
-def assert_equal_up_to_rounding(straight: SimpleNamespace, resumed: SimpleNamespace) -> None:
-    def rounded(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: rounded(v) for k, v in value.items()}
-        return pytest.approx(value, rel=1e-3, abs=1e-4) if isinstance(value, float) else value
-
-    assert resumed.metrics == [rounded(row) for row in straight.metrics]
-    for found, expected in zip(resumed.rollouts, straight.rollouts, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            for name in ("behavior_logprobs", "teacher_logprobs"):
-                assert one[name] == pytest.approx(other[name], abs=1e-3)
-                one, other = one | {name: None}, other | {name: None}
-            assert one == other
-    assert resumed.weights.keys() == straight.weights.keys()
-    assert all(resumed.weights[n].allclose(weight, rtol=0, atol=2e-4) for n, weight in straight.weights.items())
 
 
 @contextmanager
@@ -167,7 +146,7 @@ def test_killed_and_started_again_equals_never_killed(
     again = cli("distill", "--teachers", teachers, "--workspace", killed, "--json")
     assert again.code == 0
     assert json.loads(again.stdout)["checkpoint"] == str(killed / "checkpoints" / "merged")
-    assert_equal_up_to_rounding(finished(straight), finished(killed))
+    assert_equal(finished(straight), finished(killed))
     assert [p for p in killed.rglob("*") if ".building" in p.name or p.suffix == ".tmp"] == []
 
 
@@ -175,11 +154,11 @@ def test_killed_and_started_again_equals_never_killed(
 def test_an_answer_that_was_interrupted_goes_on_where_it_was(
     finished: Finished, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    config = load_with_overrides(TeachersFile, documents / f"{variant}.yaml", {"train.steps": 3})
+    config = load_with_overrides(TeachersFile, documents / f"{variant}.yaml", {})
     straight, broken = (Workspace(tmp_path / name) for name in ("straight", "broken"))
     run_distill(config, straight, base=documents)
     written: list[int] = []
-    breaks = iter([9, 30, 61])  # engine steps of each process before it dies
+    breaks = iter([9, 30, 61, 97])  # engine steps of each process before it dies
     real = HFModel.stream
 
     def stream(self: HFModel, requests: Sequence[SampleRequest], *, temperature: float) -> Iterator[Step]:
@@ -201,7 +180,7 @@ def test_an_answer_that_was_interrupted_goes_on_where_it_was(
             run_distill(config, broken, base=documents)
     one, other = finished(straight.root), finished(broken.root)
     assert [len(row) for row in one.rollouts] == [len(row) for row in other.rollouts]
-    assert_equal_up_to_rounding(one, other)
+    assert_equal(one, other)
     # Not one token was sampled twice, in spite of the steps that are trained again.
     assert sum(written) == sum(len(r["response_ids"]) for step in one.rollouts for r in step)
     attempts = Store(broken.rollouts("merged")).meta(["attempt"])["attempt"]

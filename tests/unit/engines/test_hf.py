@@ -97,6 +97,23 @@ def test_an_answer_goes_on_after_what_is_there(model: HFModel) -> None:
         assert rest.logprobs == pytest.approx(expected.logprobs[done:], abs=FLOAT32)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_forced_tokens_lead_to_the_same_bits(make_llama: Make, tokenizer: Any, temperature: float) -> None:
+    model = HFModel(make_llama(), tokenizer, batch_size=7)
+    asked = requests(16, max_new_tokens=(1, 5, 24, 24, 24))
+    whole = model.sample(asked, temperature=temperature)
+    again = []
+    for i, (request, completion) in enumerate(zip(asked, whole, strict=True)):
+        ids = completion.token_ids[: i % 4 * 3]
+        ended = len(ids) == len(completion.token_ids)
+        again.append(replace(request, forced_ids=ids, max_new_tokens=len(ids) if ended else request.max_new_tokens))
+    assert sum(len(r.forced_ids) == r.max_new_tokens for r in again) > 1
+    for request, rest, full in zip(again, model.sample(again, temperature=temperature), whole, strict=True):
+        done = len(request.forced_ids)
+        assert (rest.token_ids, rest.logprobs) == (full.token_ids[done:], full.logprobs[done:])
+        assert done == len(full.token_ids) or rest.finish_reason == full.finish_reason
+
+
 def test_a_spent_budget_is_no_token_and_length(model: HFModel) -> None:
     spent, fresh = requests(2, max_new_tokens=(4,))
     found = model.sample([replace(spent, response_ids=(3, 4, 5, 6)), fresh], temperature=1.0)
