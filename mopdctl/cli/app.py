@@ -9,6 +9,8 @@ from mopdctl.cli import distill, evaluate, merge, quickstart, recovery, rollout,
 from mopdctl.cli.output import note
 from mopdctl.errors import MopdctlError
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="mopdctl",
     help="Merge specialist teachers into one student by on-policy distillation, and prove what each passed on.",
@@ -49,3 +51,7 @@ def main() -> None:
     except MopdctlError as error:
         note(f"error: {error}")
         sys.exit(error.exit_code)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            note("stopped; the same command goes on where this one was")
+        raise

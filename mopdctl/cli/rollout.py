@@ -35,7 +35,7 @@ def rollout(
     Four answers to each prompt:
       mopdctl rollout --model student --prompts prompts.jsonl --out student-rollouts --samples 4
     Without a model, to see what a store looks like:
-      mopdctl rollout --engine fake --model fake --prompts prompts.jsonl --out trial && mopdctl store inspect trial
+      mopdctl rollout --engine fake --model fake --prompts prompts.jsonl --out fake && mopdctl store inspect fake
     """
     from mopdctl.runs import Workspace
 

@@ -8,7 +8,7 @@ import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, JsonOption, WorkspaceOption
 from mopdctl.cli.output import note, result, result_json, show
-from mopdctl.errors import CheckFailedError
+from mopdctl.errors import CheckFailedError, InputError
 
 app = typer.Typer(
     help="Look into a rollout store and look after it: inspect, verify, plan, export, compact, repair.",
@@ -116,6 +116,11 @@ def plan(
         over_long=over_long,
         align=align,
     )
+    if not made.kept:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in made.dropped.items() if count)
+        raise InputError(
+            f"{store.folder}: no sample is left to plan ({reasons or 'it holds none'}); see `store inspect`"
+        )
     path = out or store.folder / "plans" / f"seed-{seed}.parquet"
     made.save(path)
     document: dict[str, Any] = {

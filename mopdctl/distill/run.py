@@ -85,19 +85,11 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
 
 
 def _teacher_model(alias: str, config: TeachersFile, workspace: Workspace, base: Path) -> str:
-    """What to load for a teacher. Raises InputError naming its alias; one of kind `self` must be the student."""
-    teacher = config.teachers[alias]
+    """What to load for a teacher. Raises InputError naming its alias."""
     try:
-        path = workspace.resolve_model(teacher.model, relative_to=base)
+        return workspace.resolve_model(config.teachers[alias].model, relative_to=base)
     except InputError as error:
         raise InputError(f"teacher {alias!r}: {error}") from None
-    student = workspace.resolve_model(config.student, relative_to=base)
-    if teacher.kind == "self" and path != student and model_identity(path) != model_identity(student):
-        raise InputError(
-            f"teacher {alias!r}: is of kind 'self' but {teacher.model} is not the student {config.student}; name the "
-            "student's checkpoint, or use kind 'stage' for an earlier one"
-        )
-    return path
 
 
 def run_distill(

@@ -74,7 +74,9 @@ def verify(folder: Path) -> Verdict:
     seen: dict[str, str] = {}
     for shard in found.shards:
         problems += check_shard(folder, shard, seen)
-    notes = [f"{path}: no manifest names it; the next writer removes it" for path in unnamed(folder)]
+    notes = [
+        f"{path}: no manifest names it; the next writer removes it once it is an hour old" for path in unnamed(folder)
+    ]
     waiting = 0
     try:
         log = replay(folder / "wal")

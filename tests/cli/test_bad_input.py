@@ -127,11 +127,6 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         DISTILL,
         "nowhere.jsonl: no such file",
     ),
-    "a self that is another model": (
-        edit_teachers(lambda d: d["teachers"]["tools"].update(kind="self")),
-        DISTILL,
-        "teacher 'tools': is of kind 'self' but",
-    ),
     "a key that stands twice": (duplicate_key, DISTILL, "duplicate key"),
     "an unknown key": (
         edit_teachers(lambda d: d["train"].update(learning_rat=1e-3)),

@@ -316,6 +316,10 @@ def test_a_plan_is_saved_and_says_what_it_left_out(cli: Cli, arguments: list[Any
     plan = load_plan(Path(found["plan"]))
     assert plan.num_bins == found["bins"]
     assert plan.num_bins % 4 == 0
+    ended = cli(*words_of("plan", "r", tmp_path), "--domain", "law")
+    assert (ended.code, ended.stdout) == (2, "")
+    assert "no sample is left to plan (domain 60)" in ended.stderr
+    assert load_plan(Path(found["plan"])) == plan
     ended = cli("store", "plan", "r", "--capacity", 3, "--workspace", tmp_path / "ws")
     assert ended.code == 2
     assert "longer than" in ended.stderr or "capacity" in ended.stderr
@@ -339,3 +343,17 @@ def test_a_torn_tail_is_said_and_the_run_goes_on(cli: Cli, arguments: list[Any],
     assert segment.name in done.stderr
     assert "torn" in done.stderr
     assert content(folder(tmp_path)) == content_of_truth(arguments, cli, tmp_path)
+
+
+def test_an_interrupt_says_that_the_command_goes_on(arguments: list[Any]) -> None:
+    stop = (
+        "import mopdctl.engines.fake as fake\n"
+        "def stream(self, requests, *, temperature):\n"
+        "    raise KeyboardInterrupt\n"
+        "    yield\n"
+        "fake.FakeModel.stream = stream"
+    )
+    ended = run(arguments, before=stop)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.splitlines()[-1] == "stopped; the same command goes on where this one was"
+    assert "Traceback" not in ended.stderr
