@@ -29,10 +29,12 @@ def inspect(name: NameArgument, workspace: WorkspaceOption = DEFAULT_WORKSPACE, 
     For a script:
       mopdctl store inspect mopd2 --json
     """
+    from mopdctl.store.store import Store
     from mopdctl.store.summary import summarize, text
 
-    store = _open(workspace, name)
-    summary = summarize(store)
+    summary = summarize(Store(_folder(workspace, name)))
+    for line in summary["warnings"]:
+        note(f"warning: {line}")
     result_json(summary) if as_json else result(text(summary))
 
 
@@ -58,9 +60,7 @@ def verify(name: NameArgument, workspace: WorkspaceOption = DEFAULT_WORKSPACE, a
         count = f"{verdict.samples} samples in {verdict.shards} shards, {verdict.waiting} waiting in the log"
         result("\n".join([*lines, f"{'damaged' if verdict.problems else 'whole'}: {count}"]))
     if verdict.problems:
-        raise CheckFailedError(
-            f"{_folder(workspace, name)}: damaged; `mopdctl store repair {name}` saves what is whole"
-        )
+        raise CheckFailedError(f"{folder}: damaged; `mopdctl store repair {name}` saves what is whole")
 
 
 @app.command()

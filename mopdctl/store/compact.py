@@ -1,10 +1,8 @@
 """Many small files into few: a training run commits every step, and a reader opens every file."""
 
-from pathlib import Path
-
-from mopdctl.records import Sample
+from mopdctl.store import disk
 from mopdctl.store.manifest import Shard
-from mopdctl.store.store import Store, StoreWriter, write_shard
+from mopdctl.store.store import StoreWriter, write_shard
 
 SHARD_TOKENS = 32 * 1024 * 1024
 """A shard that holds so many tokens is left as it is; about 200 MB of payload."""
@@ -20,12 +18,14 @@ def compact(writer: StoreWriter, *, shard_tokens: int = SHARD_TOKENS) -> tuple[i
     runs = _runs(store.manifest.shards, shard_tokens)
     if len(runs) == before:
         return before, before
-    with writer.staging() as staging:
-        samples = store.scan()
-        shards = []
+    with disk.writing(store.folder), writer.staging() as staging:
+        shards: list[Shard] = []
+        first = 0
         for run in runs:
-            held = [next(samples) for _ in range(sum(shard.rows for shard in run))]
-            shards.append(run[0] if len(run) == 1 else _merge(store, staging, held))
+            end = first + sum(shard.rows for shard in run)
+            merged = run[0] if len(run) == 1 else write_shard(store.folder, staging, store.read(range(first, end)))[0]
+            shards.append(merged)
+            first = end
         writer.replace(staging, shards)
     return before, len(shards)
 
@@ -40,7 +40,3 @@ def _runs(shards: tuple[Shard, ...], limit: int) -> list[list[Shard]]:
         runs[-1].append(shard)
         tokens += shard.tokens
     return runs
-
-
-def _merge(store: Store, staging: Path, samples: list[Sample]) -> Shard:
-    return write_shard(store.folder, staging, samples)[0]

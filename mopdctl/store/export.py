@@ -1,5 +1,6 @@
 """A store as a Hugging Face dataset folder that `datasets.load_dataset` reads without us."""
 
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -9,13 +10,15 @@ from typing import Any
 import pyarrow as pa
 
 from mopdctl.errors import InputError
-from mopdctl.runs import building, check_name
-from mopdctl.store import parquet, rows, schema
+from mopdctl.runs import building
+from mopdctl.store import disk, parquet, rows, schema
 from mopdctl.store.schema import Column
 from mopdctl.store.store import Store
 
 FILE_TOKENS = 64 * 1024 * 1024
 """A file ends at so many tokens; about 500 MB."""
+
+_SPLIT = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 COLUMNS: tuple[Column, ...] = tuple(c for c in schema.META_COLUMNS if c.name not in schema.LOCATION) + tuple(
     c for c in schema.PAYLOAD_COLUMNS if c.name != "sample_id"
@@ -26,23 +29,32 @@ COLUMNS: tuple[Column, ...] = tuple(c for c in schema.META_COLUMNS if c.name not
 def export(store: Store, out: Path, *, split: str = "train", file_tokens: int = FILE_TOKENS) -> list[Path]:
     """Writes `data/<split>-00000-of-0000N.parquet` and a card into the folder `out`; returns the data files.
 
-    The folder appears whole. Raises InputError if it is there already, or if the store holds no sample.
+    The folder appears whole. Raises InputError if it is there already or must not be written, or if the store holds no
+    sample.
     """
-    check_name(split)
-    if out.exists():
-        raise InputError(f"{out}: exists already; export into another folder")
+    if not _SPLIT.fullmatch(split) or split == "all":
+        raise InputError(
+            f"split {split!r}: `datasets` wants letters, digits and '_', with '.' in between, and not 'all'"
+        )
     if not store.manifest.rows:
         raise InputError(f"{store.folder}: holds no samples; nothing to export")
-    with building(out) as folder:
-        (folder / "data").mkdir()
-        for number, groups in groupby(_numbered(store, file_tokens), key=itemgetter(0)):
-            parquet.write(folder / "data" / f"{number}.parquet", (table for _, table in groups), COLUMNS)
-        made = sorted((folder / "data").iterdir(), key=lambda path: int(path.stem))
-        names = [f"{split}-{number:05d}-of-{len(made):05d}.parquet" for number in range(len(made))]
-        for path, name in zip(made, names, strict=True):
-            path.rename(path.with_name(name))
-        (folder / "README.md").write_text(card(store, split, folder / "data"), "utf-8")
-    return [out / "data" / name for name in names]
+    with disk.writing(out):
+        if out.exists():
+            raise InputError(f"{out}: exists already; export into another folder")
+        with building(out) as folder:
+            return [out / "data" / name for name in _write(store, folder, split, file_tokens)]
+
+
+def _write(store: Store, folder: Path, split: str, file_tokens: int) -> list[str]:
+    (folder / "data").mkdir()
+    for number, groups in groupby(_numbered(store, file_tokens), key=itemgetter(0)):
+        parquet.write(folder / "data" / f"{number}.parquet", (table for _, table in groups), COLUMNS)
+    made = sorted((folder / "data").iterdir(), key=lambda path: int(path.stem))
+    names = [f"{split}-{number:05d}-of-{len(made):05d}.parquet" for number in range(len(made))]
+    for path, name in zip(made, names, strict=True):
+        path.rename(path.with_name(name))
+    (folder / "README.md").write_text(card(store, split, folder / "data"), "utf-8")
+    return names
 
 
 def _numbered(store: Store, limit: int) -> Iterator[tuple[int, pa.Table]]:
@@ -73,13 +85,13 @@ def card(store: Store, split: str, data: Path) -> str:
 configs:
 - config_name: default
   data_files:
-  - split: {split}
-    path: data/{split}-*
+  - split: "{split}"
+    path: "data/{split}-*"
 dataset_info:
   features:
 {features}
   splits:
-  - name: {split}
+  - name: "{split}"
     num_bytes: {size}
     num_examples: {store.manifest.rows}
 ---

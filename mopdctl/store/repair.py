@@ -3,20 +3,19 @@
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import file_digest
-from mopdctl.records import Sample
 from mopdctl.runs import locked
-from mopdctl.store import disk, parquet, rows, schema
+from mopdctl.store import disk, rows
 from mopdctl.store import manifest as manifests
 from mopdctl.store.manifest import File, Manifest, Shard
 from mopdctl.store.replay import recover, replay, writers
 from mopdctl.store.store import sweep, write_shard
-from mopdctl.store.verify import check_file, check_rows, read_meta, unnamed
+from mopdctl.store.verify import check_file, check_rows, log_damage, named, read_meta, unnamed
 from mopdctl.store.wal import WalWriter
 
 
@@ -34,124 +33,142 @@ class Repaired:
     """Damaged files, by where they are now."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Story:
+    """What a repair has to tell at its end."""
+
+    lost: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    damaged: list[Path] = field(default_factory=list)
+    """Files that have to go."""
+
+
 def repair(folder: Path) -> Repaired:
     """Makes a store whole again out of what is whole in it.
 
-    Starts from the newest sound manifest, keeps every sample whose payload matches its CRC, takes back whole files
-    that only a damaged manifest named, and cuts damaged logs at the last good frame. Raises InputError if there is no
+    Starts from the newest sound manifest, keeps every sample whose payload matches its CRC, takes back samples that
+    only a damaged manifest named, and cuts damaged logs at the last good frame. Raises InputError if there is no
     store, or none of its manifests says what it is.
     """
     known = manifests.numbers(folder)
     if not known:
         manifests.newest(folder)  # says that there is no store
-    with locked(folder), disk.writing(folder):
-        base = _newest_sound(folder, known)
+    with disk.writing(folder), locked(folder):
+        base, digest, bad = _manifests(folder, known)
+        for name in ("meta", "payload", "wal", "_staging"):  # not every way of copying keeps an empty folder
+            disk.make_folder(folder / name)
         sweep(folder)
-        lost: list[str] = []
-        notes: list[str] = []
-        moved: list[Path] = []
+        story = _Story()
         staging = folder / "_staging" / f"repair-{time.time_ns()}"
         disk.make_folder(staging)
-        shards: list[Shard] = []
-        ids: set[str] = set()
-        for shard in base.shards:
-            kept = _salvage(folder, shard, staging, lost, moved)
-            if kept:
-                shards.append(kept)
-                ids |= {row["sample_id"] for row in read_meta(folder, kept)}
-        damaged = [number for number in known if number > base.number]
-        if damaged:
-            for path in unnamed(folder):
-                found = _adopt(folder, path, ids)
-                if found:
-                    shard, new = found
-                    shards.append(shard)
-                    ids |= new
-                    notes.append(f"{path}: {len(new)} samples that a damaged manifest named are back")
-        moved += [manifests.manifest_path(folder, number) for number in damaged]
+        shards = [kept for shard in base.shards if (kept := _salvage(folder, shard, staging, story))]
+        newer_is_bad = any(number > base.number for number in bad)
+        if newer_is_bad:
+            ids = {row["sample_id"] for shard in shards for row in read_meta(folder, shard.meta.path)}
+            made = {Path(shard.meta.path).name for shard in shards}
+            for name in sorted({Path(path).name for path in unnamed(folder)} - made):
+                if found := _take_back(folder, name, ids, staging, story):
+                    shards.append(found)
+                    ids |= {row["sample_id"] for row in read_meta(folder, found.meta.path)}
         manifest = base
-        if moved or shards != list(base.shards):
-            _, parent = manifests.read(folder, base.number)
-            manifest = Manifest(max(known) + 1, parent, base.identity, tuple(shards))
+        if newer_is_bad or shards != list(base.shards):
+            manifest = Manifest(max(known) + 1, digest, base.identity, tuple(shards))
             manifests.publish(folder, manifest, staging)
-        moved += _mend_logs(folder, staging, lost, notes)
-        places = _put_away(folder, moved)
+        story.damaged.extend(manifests.manifest_path(folder, number) for number in bad)
+        places = _put_away(folder, story.damaged)
+        places += _put_away(folder, _mend_logs(folder, staging, story))
         shutil.rmtree(staging)
-        return Repaired(manifest.number, manifest.rows, lost, notes, places)
+        return Repaired(manifest.number, manifest.rows, story.lost, story.notes, places)
 
 
-def _newest_sound(folder: Path, known: Iterable[int]) -> Manifest:
+def _manifests(folder: Path, known: Iterable[int]) -> tuple[Manifest, str, list[int]]:
+    """The newest sound manifest with its digest, and the numbers of those that are damaged or do not lead to it."""
+    sound: list[tuple[Manifest, str]] = []
+    bad = []
     for number in sorted(known, reverse=True):
         try:
-            return manifests.read(folder, number)[0]
+            manifest, digest = manifests.read(folder, number)
         except InputError:
             raise
         except MopdctlError:
+            bad.append(number)
             continue
-    raise InputError(f"{folder}: no manifest in it can be read, so nobody knows what its files are; restore a backup")
+        if sound and sound[-1][0].number == number + 1 and sound[-1][0].parent != digest:
+            bad.append(number)
+        else:
+            sound.append((manifest, digest))
+    if not sound:
+        raise InputError(
+            f"{folder}: no manifest in it can be read, so nobody knows what its files are; restore a backup"
+        )
+    return *sound[0], bad
 
 
-def _salvage(folder: Path, shard: Shard, staging: Path, lost: list[str], moved: list[Path]) -> Shard | None:
+def _salvage(folder: Path, shard: Shard, staging: Path, story: _Story) -> Shard | None:
     """The shard as it is if it is whole, one of its whole samples otherwise, None if there are none."""
-    bad_meta = check_file(folder / shard.meta.path, shard.meta)
+    pair = [folder / shard.meta.path, folder / shard.payload.path]
+    bad_meta = check_file(pair[0], shard.meta)
     if bad_meta:  # nothing in it can be trusted, and the payload does not say whose it is
-        lost.append(f"{shard.meta.path}: {bad_meta}; its {shard.rows} samples are lost")
-        moved += [folder / shard.meta.path, folder / shard.payload.path]
+        story.lost.append(f"{shard.meta.path}: {bad_meta}; its {shard.rows} samples are lost")
+        story.damaged.extend(pair)
         return None
-    if not check_file(folder / shard.payload.path, shard.payload):
+    if not check_file(pair[1], shard.payload):
         return shard
-    meta = read_meta(folder, shard)
-    verdicts = list(check_rows(folder, meta))
-    gone = [row["sample_id"] for row, good in verdicts if not good]
-    shown = ", ".join(gone[:5]) + (", ..." if len(gone) > 5 else "")
+    story.damaged.extend(pair)
+    return _rescue(folder, shard.payload.path, read_meta(folder, shard.meta.path), staging, story)
+
+
+def _rescue(folder: Path, path: str, meta: list[dict[str, Any]], staging: Path, story: _Story) -> Shard | None:
+    """A new shard of the samples that are whole in the payload file `path`; None if none is. Says which are lost."""
+    payloads = list(check_rows(folder, meta))
+    gone = [row["sample_id"] for row, arrays in payloads if arrays is None]
     if gone:
-        lost.append(f"{shard.payload.path}: {len(gone)} of {shard.rows} samples are lost ({shown})")
-    moved += [folder / shard.meta.path, folder / shard.payload.path]
-    samples = _samples(folder, [row for row, good in verdicts if good])
+        story.lost.append(f"{path}: {len(gone)} of {len(meta)} samples are lost ({named(gone)})")
+    samples = [rows.sample_from(row, arrays) for row, arrays in payloads if arrays is not None]
     return write_shard(folder, staging, samples)[0] if samples else None
 
 
-def _samples(folder: Path, meta: list[dict[str, Any]]) -> list[Sample]:
-    found = []
-    for row in meta:
-        reader = parquet.GroupReader(folder / row["payload_file"], schema.PAYLOAD)
-        group = rows.PayloadGroup(reader.read(row["payload_row_group"]))
-        found.append(rows.sample_from(row, group.arrays(row["payload_row"])))
-        reader.close()
+def _take_back(folder: Path, name: str, known: set[str], staging: Path, story: _Story) -> Shard | None:
+    """What is whole in a pair of files that no sound manifest names, unless its samples are there already."""
+    pair = [path for kind in ("meta", "payload") if (path := folder / kind / name).is_file()]
+    entries = [File(f"{p.parent.name}/{name}", p.stat().st_size, file_digest(p)) for p in pair]
+    what, meta = "its other half is missing", None
+    if len(pair) == 2:
+        try:
+            meta = read_meta(folder, entries[0].path)
+        except MopdctlError as error:
+            what = str(error)
+    if meta is None:
+        story.lost.extend(f"{entry.path}: {what}; samples of a damaged manifest may be lost" for entry in entries)
+        story.damaged.extend(pair)
+        return None
+    fresh = [row for row in meta if row["sample_id"] not in known]
+    if not fresh:  # the same samples in other files, before a compaction or after it
+        return None
+    if len(fresh) == len(meta) and all(arrays is not None for _, arrays in check_rows(folder, meta)):
+        tokens = sum(row["prompt_length"] + row["response_length"] for row in meta)
+        found: Shard | None = Shard(len(meta), tokens, *entries)
+    else:
+        found = _rescue(folder, entries[1].path, fresh, staging, story)
+        story.damaged.extend(pair)
+    if found:
+        story.notes.append(f"{entries[0].path}: {found.rows} samples that a damaged manifest named are back")
     return found
 
 
-def _adopt(folder: Path, path: str, known: set[str]) -> tuple[Shard, set[str]] | None:
-    """A pair of whole files that no sound manifest names, unless their samples are there already."""
-    kind, _, name = path.partition("/")
-    payload = folder / "payload" / name
-    if kind != "meta" or not payload.is_file():
-        return None
-    entry = File(path, (folder / path).stat().st_size, file_digest(folder / path))
-    guess = Shard(0, 0, meta=entry, payload=File(f"payload/{name}", payload.stat().st_size, file_digest(payload)))
-    try:
-        meta = read_meta(folder, guess)
-    except MopdctlError:
-        return None
-    ids = {row["sample_id"] for row in meta}
-    if not ids or ids & known or not all(good for _, good in check_rows(folder, meta)):
-        return None
-    tokens = sum(row["prompt_length"] + row["response_length"] for row in meta)
-    return Shard(len(meta), tokens, meta=guess.meta, payload=guess.payload), ids
-
-
-def _mend_logs(folder: Path, staging: Path, lost: list[str], notes: list[str]) -> list[Path]:
+def _mend_logs(folder: Path, staging: Path, story: _Story) -> list[Path]:
     """Cuts torn tails off; writes what is whole in a damaged log into a new segment. Returns what that replaces."""
     replaced = []
     log_folder = folder / "wal"
     for writer in writers(log_folder):
         try:
-            notes += recover(log_folder, writer=writer).notes
+            story.notes.extend(recover(log_folder, writer=writer).notes)
             continue
         except InputError:
             raise
         except MopdctlError as error:
-            lost.append(f"{error}; what was logged after that is lost and will be sampled again")
+            path, what = log_damage(folder, error)
+            story.lost.append(f"{path}: {what}; what was logged after that is lost and will be sampled again")
         found = replay(log_folder, writer=writer, salvage=True)
         # The fence makes the old segments count for nothing from the moment that the new one is there.
         with WalWriter(
@@ -167,7 +184,7 @@ def _mend_logs(folder: Path, staging: Path, lost: list[str], notes: list[str]) -
         for name in log.segments:
             disk.rename(staging / "wal" / name, log_folder / name)
         disk.sync_folder(log_folder)
-        notes.append(f"wal: {len(found.samples)} samples of {writer} are saved")
+        story.notes.append(f"wal: what is whole of {len(found.samples)} samples of {writer} is saved")
         replaced += [log_folder / name for name in found.lengths]
     return replaced
 
@@ -176,7 +193,11 @@ def _put_away(folder: Path, files: Iterable[Path]) -> list[str]:
     places = []
     for path in files:
         if path.exists():
-            target = folder / "lost" / f"{path.parent.name}-{path.name}"
+            name = f"{path.parent.name}-{path.name}"
+            target = folder / "lost" / name
+            number = 1
+            while target.exists():  # a log that was removed at the end of a run begins with the same names again
+                target = folder / "lost" / f"{name}.{(number := number + 1)}"
             disk.make_folder(target.parent)
             disk.rename(path, target)
             disk.sync_folder(target.parent)

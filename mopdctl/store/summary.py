@@ -1,10 +1,12 @@
 """What is in a store, in figures: `mopdctl store inspect`."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mopdctl.store.replay import replay
+from mopdctl.errors import InputError, MopdctlError
+from mopdctl.store.replay import replay, writers
 from mopdctl.store.store import Store
 
 if TYPE_CHECKING:
@@ -20,14 +22,14 @@ def summarize(store: Store) -> dict[str, Any]:
 
     meta = store.meta()
     manifest = store.manifest
-    waiting = replay(store.folder / "wal").samples.keys() - set(meta["sample_id"].to_list())
+    waiting, warnings = _waiting(store, meta["sample_id"].to_list())
     files = [entry.bytes for entry in manifest.files.values()]
     return {
         "store": str(store.folder),
         "commit": manifest.number,
         "made_by": manifest.identity.get("command"),
         "samples": len(meta),
-        "waiting_in_log": len(waiting),
+        "waiting_in_log": waiting,
         "tokens": manifest.tokens,
         "loss_tokens": int(meta["loss_tokens"].sum()),
         "bytes": sum(files),
@@ -41,8 +43,20 @@ def summarize(store: Store) -> dict[str, Any]:
             )
         ],
         "finish_reasons": dict(sorted(meta.group_by("finish_reason").agg(pl.len()).iter_rows())),
-        "warnings": store.warnings,
+        "warnings": [*store.warnings, *warnings],
     }
+
+
+def _waiting(store: Store, committed: Collection[str]) -> tuple[int | None, list[str]]:
+    """How many samples are in the log alone; None, and why, if it is damaged."""
+    folder = store.folder / "wal"
+    try:
+        logged = {name for writer in writers(folder) for name in replay(folder, writer=writer).samples}
+    except InputError:
+        raise
+    except MopdctlError as error:
+        return None, [str(error)]
+    return len(logged.difference(committed)), []
 
 
 def _range(meta: "pl.DataFrame", low: str, high: str) -> list[int] | None:
@@ -80,47 +94,83 @@ def _mean(values: Any) -> float | None:
 
 
 def text(summary: dict[str, Any]) -> str:
-    """The summary for people."""
-    total = summary["samples"]
+    """The summary for people, without its warnings."""
+    total, size = summary["samples"], summary["bytes"]
+    megabytes = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+    maker = f", made by mopdctl {summary['made_by']}" if summary["made_by"] else ""
     lines = [
-        f"{summary['store']}  (commit {summary['commit']}, made by mopdctl {summary['made_by']})",
-        f"{total} samples, {summary['tokens']} tokens ({summary['loss_tokens']} with loss), "
-        f"{summary['bytes'] / 1e6:.1f} MB in {summary['files']} files",
+        f"{summary['store']}{maker} (commit {summary['commit']})",
+        f"{total:,} samples, {summary['tokens']:,} tokens ({summary['loss_tokens']:,} with loss), "
+        f"{megabytes} in {summary['files']} files",
     ]
+    if summary["resumed"]:
+        lines.append(f"{summary['resumed']:,} of them were interrupted and went on from their last token")
+    if summary["waiting_in_log"]:
+        lines.append(f"{summary['waiting_in_log']:,} more wait in the log; the same command goes on with them")
     if summary["policy_versions"]:
         low, high = summary["policy_versions"]
-        lines.append(f"sampled by policy versions {low} to {high}; {summary['resumed']} samples went on after a stop")
-    if summary["waiting_in_log"]:
-        lines.append(f"{summary['waiting_in_log']} more samples wait in the log; the same command goes on with them")
+        lines.append(f"sampled by policy version {low}" + (f" to {high}" if high > low else ""))
     if total:
-        lines += ["", _table(summary["groups"]), ""]
-        endings = ", ".join(f"{reason} {count}" for reason, count in summary["finish_reasons"].items())
-        lines.append(f"endings: {endings}")
-    return "\n".join([*lines, *(f"warning: {line}" for line in summary["warnings"])])
+        endings = ", ".join(f"{reason} {count:,}" for reason, count in summary["finish_reasons"].items())
+        lines += [f"endings: {endings}", "", *_table(summary["groups"]), "", *_legend(summary["groups"])]
+    return "\n".join(lines)
 
 
-def _table(groups: list[dict[str, Any]]) -> str:
-    head = ["domain", "teacher", "samples", "prompt", "answer", "p50", "p95", "max", "cut %", "log p", "teacher", "gap"]
+# Head of the column, a line on what it is, its value; those of the third kind are left out if no group has one.
+_NAMES = {"domain": "domain", "teacher": "teacher_id"}
+_LENGTHS = {"mean": "mean", "median": "p50", "p95": "p95", "max": "max"}
+_OPTIONAL = {
+    "student": (
+        "behavior_logprob",
+        "mean log-probability of a sampled token under the student that sampled it, in nats",
+    ),
+    "teacher": ("teacher_logprob", "the same under its teacher"),
+    "gap": ("teacher_minus_behavior", "teacher - student; at temperature 1 an estimate of -KL(student || teacher)"),
+    "reward": ("reward", "mean reward of the samples that have one"),
+}
+
+
+def _table(groups: list[dict[str, Any]]) -> list[str]:
+    shown = _shown(groups)
+    head = [*_NAMES, "samples", "prompt", *_LENGTHS, "truncated %", *shown]
     body = [
         [
-            g["domain"] or "-",
-            g["teacher_id"] or "-",
-            str(g["samples"]),
+            *(_printable(g[key]) or "-" for key in _NAMES.values()),
+            f"{g['samples']:,}",
             f"{g['prompt_length']:.1f}",
-            f"{g['response_length']['mean']:.1f}",
-            *(str(g["response_length"][k]) for k in ("p50", "p95", "max")),
+            *(f"{g['response_length'][key]:,}" for key in _LENGTHS.values()),
             f"{g['truncated_pct']:.1f}",
-            *("-" if g[k] is None else f"{g[k]:.3f}" for k in _LOGPROBS),
+            *("-" if g[_OPTIONAL[name][0]] is None else f"{g[_OPTIONAL[name][0]]:.3f}" for name in shown),
         ]
         for g in groups
     ]
     widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-    return "\n".join(
+    return [
         "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i < len(_NAMES) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in [head, *body]
-    )
+    ]
 
 
-_LOGPROBS = ("behavior_logprob", "teacher_logprob", "teacher_minus_behavior")
+def _legend(groups: list[dict[str, Any]]) -> list[str]:
+    entries = {
+        "prompt": "mean length of the prompts, in tokens",
+        "mean .. max": "lengths of the answers, in tokens",
+        "truncated %": "answers that their token budget ended",
+        **{name: _OPTIONAL[name][1] for name in _shown(groups)},
+    }
+    lines = [f"{name:<11}  {what}" for name, what in entries.items()]
+    sampled, total = (sum(g[key] for g in groups) for key in ("logprobs_of", "samples"))
+    if sampled < total:
+        lines.append(f"Log-probabilities are those of {sampled:,} of the {total:,} samples, evenly spread.")
+    return lines
+
+
+def _shown(groups: list[dict[str, Any]]) -> list[str]:
+    return [name for name, (key, _) in _OPTIONAL.items() if any(g[key] is not None for g in groups)]
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)

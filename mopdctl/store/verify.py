@@ -1,16 +1,18 @@
 """Whether a store is whole: manifests, digests, row counts, references between the two tables, every payload's CRC."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import file_digest
 from mopdctl.store import manifest as manifests
 from mopdctl.store import parquet, rows, schema
 from mopdctl.store.manifest import File, Shard
-from mopdctl.store.replay import replay
+from mopdctl.store.replay import replay, writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Problem:
 
     def line(self) -> str:
         """For a human."""
-        cost = f" ({self.rows} samples)" if self.rows else ""
+        cost = f" ({self.rows} sample{'s' * (self.rows > 1)})" if self.rows else ""
         return f"{self.path}: {self.what}{cost}"
 
 
@@ -71,50 +73,72 @@ def verify(folder: Path) -> Verdict:
             return Verdict(-1, 0, 0, 0, problems, [])
         manifests.newest(folder)  # says that there is no store
         raise AssertionError
+    then = "the next writer removes it once it is an hour old"
+    if problems:
+        then = "`mopdctl store repair` finds out whether a damaged one did"
+    notes = [f"{path}: no sound manifest names it; {then}" for path in unnamed(folder)]
     seen: dict[str, str] = {}
     for shard in found.shards:
         problems += check_shard(folder, shard, seen)
-    notes = [
-        f"{path}: no manifest names it; the next writer removes it once it is an hour old" for path in unnamed(folder)
-    ]
-    waiting = 0
-    try:
-        log = replay(folder / "wal")
-        waiting = len(log.samples.keys() - seen.keys())
+    waiting: set[str] = set()
+    for writer in writers(folder / "wal"):  # each its own, as those who take them over do
+        try:
+            log = replay(folder / "wal", writer=writer)
+        except InputError:
+            raise
+        except MopdctlError as error:
+            problems.append(Problem(*log_damage(folder, error)))
+            continue
+        waiting |= log.samples.keys() - seen.keys()
         notes += log.notes
-    except MopdctlError as error:
-        problems.append(Problem("wal", str(error)))
-    return Verdict(found.number, len(found.shards), found.rows, waiting, problems, notes)
+    return Verdict(found.number, len(found.shards), found.rows, len(waiting), problems, notes)
+
+
+def log_damage(folder: Path, error: MopdctlError) -> tuple[str, str]:
+    """Which file of the log inside the store an error of `replay` is about, and what is wrong with it."""
+    path, _, what = str(error).removeprefix(f"{folder}/").partition(": ")
+    return path, what.removesuffix("; run `mopdctl store repair`")
+
+
+def named(sample_ids: Sequence[str]) -> str:
+    """Some samples for a human, the first of them by name."""
+    return ", ".join(sample_ids[:5]) + (", ..." if len(sample_ids) > 5 else "")
 
 
 def check_shard(folder: Path, shard: Shard, seen: dict[str, str]) -> Iterator[Problem]:
     """What is wrong with one shard. Adds its sample ids to `seen`, id to file."""
-    whole = True
-    for entry in (shard.meta, shard.payload):
-        what = check_file(folder / entry.path, entry)
-        if what and entry is shard.meta:
-            yield Problem(entry.path, what, rows=shard.rows)
-            return
-        if what:
-            whole = False
-            yield Problem(entry.path, what, rows=0)
+    if what := check_file(folder / shard.meta.path, shard.meta):
+        yield Problem(shard.meta.path, what, rows=shard.rows)
+        return
     try:
-        meta = read_meta(folder, shard)
+        meta = read_meta(folder, shard.meta.path)
     except MopdctlError as error:
         yield Problem(shard.meta.path, str(error), rows=shard.rows)
         return
-    if len(meta) != shard.rows:
-        yield Problem(shard.meta.path, f"{len(meta)} rows, the manifest says {shard.rows}")
+    tokens = sum(row["prompt_length"] + row["response_length"] for row in meta)
+    if (len(meta), tokens) != (shard.rows, shard.tokens):
+        found = f"{len(meta)} samples of {tokens} tokens"
+        yield Problem(shard.meta.path, f"{found}, the manifest says {shard.rows} of {shard.tokens}")
+    twice: dict[str, list[str]] = {}
     for row in meta:
         if row["sample_id"] in seen:
-            yield Problem(shard.meta.path, f"sample {row['sample_id']} is also in {seen[row['sample_id']]}")
+            twice.setdefault(seen[row["sample_id"]], []).append(row["sample_id"])
         seen[row["sample_id"]] = shard.meta.path
-    bad = [row["sample_id"] for row, good in check_rows(folder, meta) if not good]
-    if bad:
-        shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
-        yield Problem(shard.payload.path, f"payload of {shown} is damaged", tuple(bad), len(bad))
-    elif not whole:
-        yield Problem(shard.payload.path, "differs from what was committed, but every sample in it is whole")
+    for other, ids in twice.items():
+        yield Problem(shard.meta.path, f"{named(ids)}: also in {other}", tuple(ids), len(ids))
+    if astray := [row["sample_id"] for row in meta if row["payload_file"] != shard.payload.path]:
+        what = f"points away from {shard.payload.path} for {named(astray)}"
+        yield Problem(shard.meta.path, what, tuple(astray), len(astray))
+    bad = [row["sample_id"] for row, arrays in check_rows(folder, meta) if arrays is None]
+    if what := check_file(folder / shard.payload.path, shard.payload):
+        what = f"payload of {named(bad)} is lost: {what}" if bad else f"{what}, but every sample in it is whole"
+        yield Problem(shard.payload.path, what, tuple(bad), len(bad))
+    elif bad:
+        yield Problem(
+            shard.payload.path, f"payload of {named(bad)} is not what its metadata says", tuple(bad), len(bad)
+        )
+    elif (count := pq.read_metadata(folder / shard.payload.path).num_rows) != len(meta):
+        yield Problem(shard.payload.path, f"{count} rows, the metadata knows of {len(meta)}")
 
 
 def check_file(path: Path, entry: File) -> str | None:
@@ -123,21 +147,24 @@ def check_file(path: Path, entry: File) -> str | None:
         return "missing"
     if path.stat().st_size != entry.bytes:
         return f"{path.stat().st_size} bytes, committed {entry.bytes}"
-    return "its bytes are not those that were committed" if file_digest(path) != entry.digest else None
-
-
-def read_meta(folder: Path, shard: Shard) -> list[dict[str, Any]]:
-    """The metadata rows of a shard. Raises MopdctlError if the file cannot be read."""
     try:
-        table = parquet.read_table(str(folder / shard.meta.path), schema=schema.META)
+        return "its bytes are not those that were committed" if file_digest(path) != entry.digest else None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def read_meta(folder: Path, path: str) -> list[dict[str, Any]]:
+    """The rows of a metadata file. Raises MopdctlError if it cannot be read."""
+    try:
+        table = parquet.read_table(str(folder / path), schema=schema.META)
     except parquet.DAMAGE as error:
         raise MopdctlError(f"cannot be read ({(str(error).splitlines() or ['?'])[0]})") from None
     found: list[dict[str, Any]] = table.to_pylist()
     return found
 
 
-def check_rows(folder: Path, meta: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Each metadata row with whether its payload is there, whole, and as long as the row says."""
+def check_rows(folder: Path, meta: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Each metadata row with its payload, or None if that is not there, whole, and as long as the row says."""
     reader: parquet.GroupReader | None = None
     key, group, opened = None, None, None
     for row in meta:
@@ -153,22 +180,23 @@ def check_rows(folder: Path, meta: list[dict[str, Any]]) -> Iterator[tuple[dict[
                 group = rows.PayloadGroup(reader.read(row["payload_row_group"])) if reader else None
             except MopdctlError:
                 group = None
-        yield row, group is not None and _row_is_whole(row, group)
+        yield row, _whole_payload(row, group) if group else None
 
 
-def _row_is_whole(row: dict[str, Any], group: rows.PayloadGroup) -> bool:
+def _whole_payload(row: dict[str, Any], group: rows.PayloadGroup) -> dict[str, Any] | None:
     number = int(row["payload_row"])
     try:
         if number >= group.rows or group.sample_id(number) != row["sample_id"]:
-            return False
+            return None
         arrays = group.arrays(number)
     except parquet.DAMAGE:
-        return False
-    return bool(
+        return None
+    whole = (
         rows.payload_crc(arrays) == row["payload_crc"]
         and len(arrays["tokens"]) == row["prompt_length"] + row["response_length"]
         and int(arrays["loss_mask"].sum()) == row["loss_tokens"]
     )
+    return arrays if whole else None
 
 
 def unnamed(folder: Path) -> list[str]:
