@@ -51,6 +51,10 @@ class Workspace:
         """A rollout store."""
         return self.root / "rollouts" / check_name(name)
 
+    def dataset(self, name: str) -> Path:
+        """A data set that `gen-sft` wrote: `data/`, `README.md`, `manifest.json`, `quarantine/`."""
+        return self.root / "datasets" / check_name(name)
+
     def run(self, name: str) -> Path:
         """The resolved configuration, `metrics.jsonl` and resumable state of one training run."""
         return self.root / "runs" / check_name(name)

@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.config.base import Strict
+from mopdctl.config.committee import CommitteeFile
+from mopdctl.config.gensft import GenConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.errors import CheckFailedError, InputError, MopdctlError
 from mopdctl.files import dump_json, write_text
 from mopdctl.store.schema import document as store_layout
 
-MODELS: dict[str, type[Strict]] = {"sft": SftConfig, "teachers": TeachersFile}
+MODELS: dict[str, type[Strict]] = {
+    "committee": CommitteeFile,
+    "gen": GenConfig,
+    "sft": SftConfig,
+    "teachers": TeachersFile,
+}
 """Schema name to model; `teachers` becomes `schemas/teachers.schema.json`. A new kind of file gets its line here."""
 
 _COMMAND = "python -m mopdctl.schemas"

@@ -63,6 +63,25 @@ def test_the_published_table_is_recomputed() -> None:
     assert rows["Terminal Bench 2.0"] == 172.7
 
 
+def test_the_tour_of_generated_data_works_offline(tmp_path: Path) -> None:
+    tour = [c for c in commands() if "gen-sft" in c]
+    assert len(tour) == 3
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    shown = []
+    for command in tour:
+        done = run(command.replace("-- mopdctl", f"-- {shlex.quote(sys.executable)} -m mopdctl"), tmp_path)
+        assert done.returncode == 0, (command, done.stderr[-2000:])
+        shown.append(done.stdout)
+    assert "examples" in shown[0]
+    assert "rows of 3 seeds" in shown[1]
+    manifest = json.loads((tmp_path / "workspace/datasets/sample-sft/manifest.json").read_text("utf-8"))
+    assert manifest["complete"]
+    assert sum(manifest["rows"].values()) > 40
+    dropped = {reason for stage in manifest["stages"] for reason in stage["dropped"]}
+    assert {"benchmark_questions", "refusal"} <= dropped
+    assert (tmp_path / "workspace/datasets/sample-sft/quarantine/seeds.jsonl").read_bytes().count(b"\n") == 1
+
+
 def check_story(document: dict[str, Any]) -> None:
     """What the quickstart promises: specialists that gain and forget, one student with most of it, beaten controls."""
     scores, recovery = document["scores"], document["recovery"]

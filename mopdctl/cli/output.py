@@ -63,7 +63,8 @@ def stdout_reserved() -> Iterator[None]:
 class Progress:
     """A progress line with rate and time left: redrawn in place on a terminal, else one plain line every 30 seconds."""
 
-    def __init__(self, label: str, total: int, *, done: int = 0) -> None:
+    def __init__(self, label: str, total: int | None, *, done: int = 0) -> None:
+        """`total` is None where nobody knows it."""
         self._label, self._total, self._start_done = label, total, done
         self._start = self._shown = time.monotonic()
         self._live = sys.stderr.isatty()
@@ -71,13 +72,16 @@ class Progress:
     def update(self, done: int, detail: str = "") -> None:
         """Shows that `done` of the total are done; the last one is always shown."""
         now = time.monotonic()
-        last = done >= self._total
+        last = self._total is not None and done >= self._total
         if not last and now - self._shown < (0.1 if self._live else 30):
             return
         self._shown = now
         rate = (done - self._start_done) / max(now - self._start, 1e-9)
-        left = f"{(self._total - done) / rate:.0f}s left" if rate > 0 else "-"
-        line = f"{self._label} {done}/{self._total}  {rate:.2f}/s  {left}  {detail}"
+        if self._total is None:
+            line = f"{self._label} {done}  {rate:.2f}/s  {detail}"
+        else:
+            left = f"{(self._total - done) / rate:.0f}s left" if rate > 0 else "-"
+            line = f"{self._label} {done}/{self._total}  {rate:.2f}/s  {left}  {detail}"
         if self._live:
             print("\r\x1b[K" + line[:200], end="\n" if last else "", file=sys.stderr, flush=True)  # noqa: T201
         else:

@@ -26,12 +26,14 @@ def sft(
       mopdctl sft --config sft.yaml
     The same with another learning rate, under another name:
       mopdctl sft --config sft.yaml --set train.learning_rate=2e-5 --name student-2e-5
+    What its stages would train on, without a step: rows, packs and how full they are, share of tokens with loss:
+      mopdctl sft --config sft.yaml --dry-run
 
     A run that was killed goes on where it was when the same command is given again.
     """
     from mopdctl.config.overrides import load_with_overrides
     from mopdctl.config.sft import SftConfig
-    from mopdctl.runs import Workspace
+    from mopdctl.runs import Workspace, read_card
 
     loaded = load_with_overrides(SftConfig, config, {"name": name}, settings or [])
     place = Workspace(workspace)
@@ -46,4 +48,5 @@ def sft(
         document |= plan_sft(loaded, place, base=config.parent, dry_run=dry_run)
         if not dry_run:
             run_sft(loaded, place, base=config.parent, on_step=step_progress(loaded.name, loaded.train.steps))
+            document["stages"] = read_card(target)["stages"]
     show(document, as_json=as_json)

@@ -20,7 +20,10 @@ def step_progress(label: str, total: int) -> Callable[[int, dict[str, Any]], Non
 
 def summary(metrics: dict[str, Any]) -> str:
     """The few figures of a step that fit on a line, per teacher by name where they have one."""
-    parts = [f"loss {metrics['train/loss']:.4f}"]
+    parts = [metrics["train/stage"]] if "train/stage" in metrics else []
+    parts.append(f"loss {metrics['train/loss']:.4f}")
+    if "train/trainable_share" in metrics:
+        parts.append(f"{metrics['perf/tokens_per_s']:.0f} tokens/s, {metrics['train/trainable_share']:.1%} with loss")
     kl = metrics.get("distill/kl_exact_nats") or metrics.get("distill/kl_k3_nats")
     if kl:
         parts.append("kl " + " ".join(f"{alias}={value:.3f}" for alias, value in kl.items()))

@@ -4,12 +4,15 @@ All responses then begin in one column, so that a model needs to project only th
 scores response token t. Dimensions: B sequences, P prompt columns, R response columns, T = P + R, V vocabulary.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mopdctl.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class Layout:
     """Response token ids, padding included."""
     present_BR: Tensor
     """True where a response token is real, not padding."""
+    packed: bool = False
+    """Whether positions restart at each of several sequences in the one row. The model tells them apart by that."""
 
 
 def lay_out(
@@ -49,20 +54,76 @@ def lay_out(
     )
 
 
+def lay_out_pack(sequences: Sequence[Sequence[int]], *, device: torch.device) -> Layout:
+    """Sequences one after another in a single row, B = 1 and P = 1. Raises ValueError if one of them is empty.
+
+    The first token of each is no response: what comes before it belongs to another. Only for models that
+    `check_keeps_apart` accepts.
+    """
+    if not all(len(s) for s in sequences):
+        raise ValueError("an empty sequence in a pack")
+    input_ids = torch.tensor([token for s in sequences for token in s], device=device).unsqueeze(0)
+    position_ids = torch.cat([torch.arange(len(s), device=device) for s in sequences]).unsqueeze(0)
+    return Layout(
+        input_ids_BT=input_ids,
+        attention_mask_BT=torch.ones_like(input_ids),
+        position_ids_BT=position_ids,
+        response_BR=input_ids[:, 1:],
+        present_BR=position_ids[:, 1:] > 0,
+        packed=True,
+    )
+
+
+def check_keeps_apart(model: Any) -> None:
+    """Raises InputError if sequences of one row see each other in this model, or if it does not take positions.
+
+    Transformers builds a block-diagonal attention mask where positions restart and no mask is given, but not every
+    model asks for it, and recurrent layers and convolutions go on from one sequence into the next. So a short sequence
+    is run beside two different ones and alone.
+    """
+    what = f"model {model.name_or_path}: {type(model).__name__}"
+    trouble = "packing would train on another text; use `packing: none`"
+    known = inspect.signature(model.forward).parameters
+    if "position_ids" not in known or "logits_to_keep" not in known:
+        raise InputError(f"{what} takes no `position_ids` or no `logits_to_keep`, so {trouble}")
+    device = next(model.parameters()).device
+    one, other, own = list(range(1, 9)), list(range(8, 0, -1)), list(range(4, 0, -1))
+    last = torch.arange(len(one), len(one) + len(own), device=device)
+    with torch.no_grad():
+        beside_one, beside_other = (_logits(model, lay_out_pack([s, own], device=device), last) for s in (one, other))
+        alone = _logits(model, lay_out_pack([own], device=device), len(own))
+    # Between neighbours not even the rounding differs, unless an expert layer sorts tokens; alone it does.
+    leak, change = (float((beside_one - logits).abs().max() / alone.std()) for logits in (beside_other, alone))
+    if leak > 1e-5 or change > 1e-2:
+        raise InputError(f"{what} mixes sequences of one row, so {trouble}")
+
+
 def response_logits(model: Any, layout: Layout, *, vocab_size: int) -> Tensor:
     """The logits [B, R, V] that predict the response tokens, cut to the first `vocab_size` real entries.
 
     Embedding matrices are often padded beyond the tokenizer; those rows belong to no token.
     """
     num_response = layout.response_BR.shape[1]
-    logits = model(
+    return _logits(model, layout, num_response + 1)[:, -(num_response + 1) : -1, :vocab_size]
+
+
+def active_logits(model: Any, layout: Layout, active_BR: Tensor, *, vocab_size: int) -> Tensor:
+    """The logits [N, V] that predict the active response tokens. Of a pack, no others are ever computed."""
+    if not layout.packed:
+        return response_logits(model, layout, vocab_size=vocab_size)[active_BR]
+    # response column r is predicted from row column r, because P = 1
+    return _logits(model, layout, active_BR[0].nonzero().squeeze(-1))[0, :, :vocab_size]
+
+
+def _logits(model: Any, layout: Layout, logits_to_keep: int | Tensor) -> Tensor:
+    found: Tensor = model(
         input_ids=layout.input_ids_BT,
-        attention_mask=layout.attention_mask_BT,
+        attention_mask=None if layout.packed else layout.attention_mask_BT,
         position_ids=layout.position_ids_BT,
-        logits_to_keep=num_response + 1,
+        logits_to_keep=logits_to_keep,
         use_cache=False,
     ).logits
-    return logits[:, -(num_response + 1) : -1, :vocab_size]
+    return found
 
 
 def token_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training sequences and micro-batches. B sequences, R response columns, N loss-active tokens."""
+"""Training sequences and micro-batches. B rows, R response columns, N loss-active tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mopdctl.engines.layout import Layout, lay_out
+from mopdctl.engines.layout import Layout, lay_out, lay_out_pack
 from mopdctl.objective.reduction import Reduction, token_coefficients
 from mopdctl.train.distributed import sum_over_ranks
 
@@ -63,25 +63,36 @@ def cut(
     Within a teacher, sequences of similar length go together. At least `num_micro_batches` come out where there are
     so many sequences, shared among the teachers by their tokens. The coefficients count all ranks.
     """
-    counts = [sum(s.loss_mask) for s in sequences]
-    total_tokens, total_sequences = sum_over_ranks(sum(counts), len(sequences))
-    coefficients = dict(
-        zip(
-            [id(s) for s in sequences],
-            token_coefficients(
-                counts,
-                [s.weight for s in sequences],
-                reduction,
-                total_tokens=int(total_tokens),
-                total_sequences=int(total_sequences),
-            ),
-            strict=True,
-        )
-    )
+    coefficients = _coefficients(sequences, reduction)
     found = []
     for group in _groups(sequences, num_micro_batches):
         found.append(_micro_batch(group, [coefficients[id(s)] for s in group], pad_id, device))
     return found
+
+
+def cut_packs(
+    packs: Sequence[Sequence[TrainSequence]], *, reduction: Reduction, device: torch.device
+) -> list[MicroBatch]:
+    """Makes each pack of sequences of one teacher, which this rank has of one optimizer step, a micro-batch of one row.
+
+    Loss and gradient are those of `cut` on the same sequences. The coefficients count all ranks.
+    """
+    coefficients = _coefficients([s for pack in packs for s in pack], reduction)
+    return [_packed_micro_batch(list(pack), [coefficients[id(s)] for s in pack], device) for pack in packs]
+
+
+def _coefficients(sequences: Sequence[TrainSequence], reduction: Reduction) -> dict[int, float]:
+    """What the loss of each sequence's tokens is multiplied with, by the sequence's `id`."""
+    counts = [sum(s.loss_mask) for s in sequences]
+    total_tokens, total_sequences = sum_over_ranks(sum(counts), len(sequences))
+    found = token_coefficients(
+        counts,
+        [s.weight for s in sequences],
+        reduction,
+        total_tokens=int(total_tokens),
+        total_sequences=int(total_sequences),
+    )
+    return dict(zip([id(s) for s in sequences], found, strict=True))
 
 
 def _groups(sequences: Sequence[TrainSequence], num_micro_batches: int) -> list[list[TrainSequence]]:
@@ -138,3 +149,22 @@ def _micro_batch(
     streams = {name: padded([s.streams[name] for s in group])[active] for name in group[0].streams}
     spread = torch.tensor(coefficients, device=device, dtype=torch.float32).unsqueeze(-1).expand_as(active)
     return MicroBatch(group, layout, active, layout.response_BR[active], spread[active], streams)
+
+
+def _packed_micro_batch(group: list[TrainSequence], coefficients: list[float], device: torch.device) -> MicroBatch:
+    _check(group)
+    if not all(s.prompt_ids for s in group):
+        raise ValueError("an empty prompt: its first response token would be predicted from another sequence")
+    layout = lay_out_pack([[*s.prompt_ids, *s.response_ids] for s in group], device=device)
+    flags = [flag for s in group for flag in (*[0] * len(s.prompt_ids), *s.loss_mask)]
+    active = torch.tensor([flags[1:]], device=device, dtype=torch.bool)
+
+    def flat(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=device, dtype=torch.float32)
+
+    streams = {
+        name: flat([v for s in group for v, on in zip(s.streams[name], s.loss_mask, strict=True) if on])
+        for name in group[0].streams
+    }
+    spread = flat([c for s, c in zip(group, coefficients, strict=True) for on in s.loss_mask if on])
+    return MicroBatch(group, layout, active, layout.response_BR[active], spread, streams)

@@ -1,22 +1,22 @@
-"""Rows of prompts and conversations from JSONL or Parquet, and conversations as token ids with a loss mask."""
+"""Rows of prompts and conversations, and conversations as token ids with a loss mask."""
 
 import difflib
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 from jinja2 import TemplateError
 
+from mopdctl.config.sft import LossOn
 from mopdctl.errors import InputError
-from mopdctl.files import read_jsonl
+from mopdctl.train.rows import Row, iterate_rows
+from mopdctl.train.spans import ChatModel, Messages, check_control_tokens, spans_by_prefix, spans_by_tags
 
-if TYPE_CHECKING:  # rows are read without torch too
-    from mopdctl.engines.hf import HFModel
-
-Row = dict[str, Any]
+LOSS_ON = get_args(LossOn)
 
 
 def read_rows(path: Path) -> list[tuple[str, Row]]:
@@ -24,49 +24,22 @@ def read_rows(path: Path) -> list[tuple[str, Row]]:
 
     Raises InputError if the file is missing, unreadable or empty.
     """
-    rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path))
+    rows = list(iterate_rows(path))
     if not rows:
         raise InputError(f"{path}: holds no rows; give at least one")
     return rows
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    for number, row in read_jsonl(path):
-        yield f"{path}:{number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not path.exists():
-        raise InputError(f"{path}: no such file; check the path")
-    try:
-        table = pq.read_table(path)
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
-    for number, row in enumerate(table.to_pylist()):
-        found = {key: value for key, value in row.items() if value is not None}
-        yield f"{path} row {number}", found | {key: _present(found[key]) for key in _OPEN & found.keys()}
-
-
-# Columns whose objects may have keys of their own. Parquet gives every row the keys of all rows and fills them with
-# null, which a template would print. Elsewhere, in a reference say, a null may be meant.
-_OPEN = {"messages", "tools"}
-
-
-def _present(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 # Those that chat templates of the field know. Many write any role as it is, so that a typo would be trained on.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
-def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str, Any]]:
-    """The `messages` of a row, or its plain `prompt` as one user message. Raises InputError where neither is usable."""
+def row_messages(row: Row, place: str, *, key: str = "prompt") -> Messages:
+    """The `messages` of a row, or its plain `prompt` as one user message. Raises InputError where neither is usable.
+
+    What data sets store in one fixed form becomes what chat templates take: arguments of a tool call that are a JSON
+    object in a string become a mapping (any other string stays as it is), and absent text beside tool calls is "".
+    """
     if "messages" in row:
         messages = row["messages"]
     elif key in row:
@@ -75,25 +48,59 @@ def row_messages(row: Row, place: str, *, key: str = "prompt") -> list[dict[str,
         raise InputError(f"{place}: has neither 'messages' nor '{key}'")
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{place}: 'messages' must be a list with at least one message")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InputError(f"{place}: message {number} has no 'role'")
-        if (role := message["role"]) not in _ROLES:
-            near = difflib.get_close_matches(role, _ROLES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known roles: {', '.join(_ROLES)}"
-            raise InputError(f"{place}: message {number} has the unknown role {role!r}; {hint}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise InputError(f"{place}: message {number} has no text in 'content'")
-        try:
-            str(message.get("content")).encode()
-        except UnicodeEncodeError:
-            raise InputError(f"{place}: message {number} holds half a character (a lone surrogate)") from None
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
+    return [_message(message, f"{place}: message {number}") for number, message in enumerate(messages)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InputError(f"{place} has no 'role'")
+    if (role := message["role"]) not in _ROLES:
+        near = difflib.get_close_matches(role, _ROLES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known roles: {', '.join(_ROLES)}"
+        raise InputError(f"{place} has the unknown role {role!r}; {hint}")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str) and not calls:
+        raise InputError(f"{place} has no text in 'content'")
+    try:
+        str(content).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place} holds half a character (a lone surrogate)") from None
+    found = {key: value for key, value in message.items() if value is not None}
+    if calls:
+        found["content"] = "" if content is None else content
+        found["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
+    return found
+
+
+def _call(call: Any) -> Any:
+    """A tool call with its arguments as a mapping where they are one, written as JSON or not."""
+    if not isinstance(call, dict) or not isinstance(function := call.get("function", call), dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and isinstance(found := _parsed(arguments), dict):
+        function = function | {"arguments": found}
+    return call | {"function": function} if "function" in call else function
+
+
+def _parsed(text: str) -> Any:
+    """The JSON document in `text`, None if there is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def row_tools(row: Row, place: str) -> list[dict[str, Any]] | None:
-    """The `tools` of a row, None if it has none. Raises InputError if they are no list of named functions."""
+    """The `tools` of a row, a list or the JSON of one; None if it has none.
+
+    Raises InputError if they are no list of named functions.
+    """
     tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{place}: 'tools' is not JSON ({error})") from None
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -105,12 +112,33 @@ def row_tools(row: Row, place: str) -> list[dict[str, Any]] | None:
     return tools
 
 
-def row_conversation(row: Row, place: str) -> list[dict[str, Any]]:
-    """The messages of a row to train on. Raises InputError if the assistant says nothing in it."""
+def row_conversation(row: Row, place: str) -> Messages:
+    """The messages of a row to train on.
+
+    Raises InputError if the assistant says nothing in it, or calls a tool with arguments that are no JSON object: a
+    template would fail on them or write them in a way that no model should learn.
+    """
     messages = row_messages(row, place)
     if not any(m["role"] == "assistant" for m in messages):
         raise InputError(f"{place}: no assistant message to train on")
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+            if not isinstance(arguments, dict):
+                raise InputError(
+                    f"{place}: message {number} calls a tool with arguments that are no JSON object "
+                    f"({json.dumps(arguments)[:40]}); drop the row or repair the call"
+                )
     return messages
+
+
+def row_loss_on(row: Row, place: str, default: str) -> str:
+    """What a row is trained on: its own `loss_on`, else the default. Raises InputError for an unknown word."""
+    found = row.get("loss_on") or default
+    if found not in LOSS_ON:
+        raise InputError(f"{place}: loss_on {found!r}; use one of {', '.join(LOSS_ON)}")
+    return str(found)
 
 
 @contextmanager
@@ -125,43 +153,11 @@ def template_errors(place: str) -> Iterator[None]:
         raise InputError(f"{place}: the chat template does not take it ({reason})") from None
 
 
-def conversation_ids(
-    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, *, place: str, loss_on: str
-) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and a mask of the tokens to train on.
-
-    The mask comes from the chat template's `{% generation %}` tags; for a template without them, from rendering the
-    conversation up to each assistant turn and checking that the longer text begins with the shorter one.
-    """
-    if not any(m["role"] == "assistant" for m in messages):
-        raise InputError(f"{place}: no assistant message to train on")
-    if model.tokenizer.chat_template is None:
-        raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
-    with template_errors(place):
-        ids, mask = _conversation(model, messages, tools, place)
-    if loss_on == "all":
-        mask = [0] + [1] * (len(ids) - 1)
-    return ids, mask
-
-
-def _conversation(
-    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, place: str
-) -> tuple[list[int], list[int]]:
-    template = model.tokenizer.get_chat_template(tools=tools)  # one of several, where the tokenizer has several
-    if re.search(r"{%[-+]?\s*generation\b", template):
-        found = model.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(found["input_ids"]), list(found["assistant_masks"])
-    return _mask_by_prefix(model, messages, tools, place)
-
-
 def prompt_token_ids(
-    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], *, place: str = "prompt"
+    model: ChatModel, messages: Sequence[dict[str, Any]], tools: Any, kwargs: dict[str, Any], *, place: str = "prompt"
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to write."""
-    if model.tokenizer.chat_template is None:
-        raise InputError(f"{model.model.name_or_path}: the tokenizer has no chat template")
+    _check_template(model)
     with template_errors(place):
         found = model.tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=True, add_generation_prompt=True, return_dict=True, **kwargs
@@ -169,37 +165,52 @@ def prompt_token_ids(
     return list(found["input_ids"])
 
 
-def _mask_by_prefix(
-    model: "HFModel", messages: Sequence[dict[str, Any]], tools: Any, place: str
-) -> tuple[list[int], list[int]]:
-    def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
-        text = model.tokenizer.apply_chat_template(
-            list(part), tools=tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return str(text)
+def _check_template(model: ChatModel) -> None:
+    if model.tokenizer.chat_template is None:
+        raise InputError(f"{model.tokenizer.name_or_path}: the tokenizer has no chat template")
 
-    text = ""
-    answers: list[tuple[int, int]] = []
-    for end, message in enumerate(messages, start=1):
-        if message["role"] != "assistant":
-            continue
-        before = render(messages[: end - 1], True) if end > 1 else ""
-        after = render(messages[:end], False)
-        if not before or not before.startswith(text) or not after.startswith(before):
-            raise InputError(
-                f"{place}: the chat template rewrites earlier turns or the assistant speaks first, so the loss mask is "
-                "unknown; use a template with {% generation %} tags"
-            )
-        answers.append((len(before), len(after)))
-        text = after
-    # Tokenized in one piece: tokenizers that mark the beginning of a text would mark every piece.
-    found = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+
+def conversation_ids(
+    model: ChatModel, messages: Sequence[dict[str, Any]], tools: Any, *, place: str, loss_on: str
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation and a mask of the tokens to train on.
+
+    What the assistant wrote comes from the chat template's `{% generation %}` tags; for a template without them, from
+    rendering the conversation up to each assistant turn and checking that the longer text begins with the shorter one.
+    In both, a token trains if it begins inside, and what the template itself writes before the assistant does (the
+    generation prompt, with an empty think block if it has one) trains nothing.
+
+    Args:
+        model: Whose tokenizer and end tokens are used.
+        messages: As from `row_conversation`.
+        tools: As from `row_tools`.
+        place: Where the row is, for error messages.
+        loss_on: `assistant`, `last_assistant` (its last message only) or `all` (every token but the first).
+
+    Raises:
+        InputError: No assistant message, text that would become control tokens, a template that does not take the
+            conversation, or one whose mask is unknown.
+    """
+    if not any(m["role"] == "assistant" for m in messages):
+        raise InputError(f"{place}: no assistant message to train on")
+    _check_template(model)
+    check_control_tokens(model, messages, tools, place)
+    with template_errors(place):
+        template = model.tokenizer.get_chat_template(tools=tools)  # one of several, where the tokenizer has several
+        spans_of = spans_by_tags if re.search(r"{%[-+]?\s*generation\b", template) else spans_by_prefix
+        text, spans = spans_of(model, list(messages), tools, place, loss_on)
+        # Tokenized in one piece: tokenizers that mark the beginning of a text would mark every piece.
+        found = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = list(found["input_ids"])
+    if loss_on == "all":
+        return ids, [0] + [1] * (len(ids) - 1)
     mask = [0] * len(ids)
     starts = [start for start, _ in found["offset_mapping"]]
-    for begin, end in answers:
+    for begin, end in spans:
         first, last = bisect_left(starts, begin), bisect_left(starts, end)
-        mask[first:last] = _up_to_end_token(ids[first:last], model.eos_ids)
+        mask[first:last] = [1] * (last - first)
+        if spans_of is spans_by_prefix:
+            mask[first:last] = _up_to_end_token(ids[first:last], model.eos_ids)
     return ids, mask
 
 

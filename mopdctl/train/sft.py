@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mopdctl.config.sft import SftConfig
 from mopdctl.engines.hf import HFModel
-from mopdctl.engines.layout import token_logprobs
+from mopdctl.engines.layout import check_keeps_apart, token_logprobs
 from mopdctl.errors import InputError
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.runs import (
@@ -25,10 +25,11 @@ from mopdctl.runs import (
     write_card,
 )
 from mopdctl.train import distributed
-from mopdctl.train.batch import MicroBatch, TrainSequence, cut
-from mopdctl.train.data import conversation_ids, read_rows, row_conversation, row_tools
-from mopdctl.train.optimizer import build_optimizers, learning_rate
-from mopdctl.train.order import rows_of_step
+from mopdctl.train.batch import MicroBatch, cut, cut_packs
+from mopdctl.train.data import row_conversation, row_loss_on, row_tools
+from mopdctl.train.optimizer import Optimizers, build_optimizers, learning_rate
+from mopdctl.train.rows import iterate_rows
+from mopdctl.train.stages import ChatTokenizer, Stage, all_files, plan_stages
 from mopdctl.train.state import load_state, save_state
 from mopdctl.train.step import TokenLoss, accumulate
 
@@ -44,44 +45,65 @@ def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
 def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
     """Everything that can be checked without loading the model. Writes nothing.
 
-    `dry_run` also checks whether the name is free, which `run_sft` does anyway.
+    `dry_run` also tokenizes and packs the data and checks whether the name is free, as `run_sft` does anyway.
     """
-    rows = [placed for path in config.data for placed in read_rows(base / path)]
-    for place, row in rows:
+    files = all_files(config, workspace, base=base)
+    rows = sum(_check_rows(path, found, config) for path, found in files.items())
+    start = workspace.resolve_model(config.model, relative_to=base)
+    document: dict[str, Any] = {"model": start, "rows": rows}
+    if dry_run:
+        record = _record(config, start, files)
+        check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
+        chat = ChatTokenizer.load(start)
+        document["stages"] = _reports(plan_stages(config, chat, files, max_positions=chat.max_length))
+    return document
+
+
+def _check_rows(path: Path, files: list[Path], config: SftConfig) -> int:
+    """The number of rows, each of which has a conversation. Raises InputError naming the first that has none."""
+    count = 0
+    for place, row in (found for file in files for found in iterate_rows(file)):
         row_conversation(row, place)
         row_tools(row, place)
-    start = workspace.resolve_model(config.model, relative_to=base)
-    if dry_run:
-        record = _record(config, start, base)
-        check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
-    return {"model": start, "rows": len(rows)}
+        row_loss_on(row, place, config.loss_on)
+        count += 1
+    if not count:
+        raise InputError(f"{files[0] if len(files) == 1 else path}: holds no rows; give at least one")
+    return count
 
 
-def _record(config: SftConfig, start: str, base: Path) -> dict[str, Any]:
+def _reports(stages: list[Stage]) -> dict[str, Any]:
+    return {stage.name: stage.report() for stage in stages}
+
+
+def _record(config: SftConfig, start: str, files: dict[Path, list[Path]]) -> dict[str, Any]:
     """The resolved configuration with the digests of all inputs: what a resumed run must share with its first part."""
-    return config.model_dump(mode="json") | {
-        "model": model_identity(start),
-        "data": {str(path): file_digest(base / path) for path in config.data if (base / path).exists()},
+    digests = {
+        str(path): {file.name: file_digest(file) for file in found} if len(found) > 1 else file_digest(found[0])
+        for path, found in files.items()
     }
+    return config.model_dump(mode="json") | {"model": model_identity(start), "data": digests}
 
 
 def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnStep = lambda step, row: None) -> Path:
     """Trains `config.model` on its conversations and writes the checkpoint `config.name`; returns its folder.
 
     A run that was killed goes on from its last state. A finished one is left as it is. `base` is the folder that
-    relative paths start from. Raises InputError before the first step for unusable data.
+    relative paths start from. The card of the checkpoint says under `stages` what each stage trained on. Raises
+    InputError before the first step for unusable data, or a model that mixes packed conversations.
     """
     start = workspace.resolve_model(config.model, relative_to=base)
     target = workspace.checkpoint(config.name)
-    record = _record(config, start, base)
+    files = all_files(config, workspace, base=base)
+    record = _record(config, start, files)
     distributed.start()
     folder = workspace.run(config.name)
     if finished(target, folder, record):
         return target
-    rows = [placed for path in config.data for placed in read_rows(base / path)]
     model = HFModel.load(start, dtype=config.train.dtype, train=True)
-    order = [_rows_of_rank(number, len(rows), config) for number in range(config.train.steps)]
-    sequences = {i: _sequence(model, str(i), *rows[i], config) for i in sorted({i for part in order for i in part})}
+    stages = plan_stages(config, model, files, max_positions=model.max_length)
+    if any(stage.packed for stage in stages):
+        check_keeps_apart(model.model)
     with locked(folder / f"rank-{distributed.rank()}"):
         if finished(target, folder, record):  # by another process, while this one loaded
             return target
@@ -89,33 +111,15 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
         if config.train.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
         optimizers = build_optimizers(model, config.train)
-        step, _ = load_state(folder / "state", model.model, optimizers)
-        log = MetricsLog(folder / "metrics.jsonl", next_step=step) if distributed.rank() == 0 else None
-        for number in range(step, config.train.steps):
-            began = time.perf_counter()
-            rate = learning_rate(number, config.train)
-            micro_batches = cut(
-                [sequences[i] for i in order[number]],
-                reduction="token",
-                num_micro_batches=config.train.gradient_accumulation,
-                pad_id=model.pad_id,
-                device=model.device,
-            )
-            result = accumulate(model, micro_batches, cross_entropy)
-            norm = optimizers.step(rate, config.train.max_grad_norm)
-            metrics = {
-                "step": number,
-                "train/loss": result.loss,
-                "train/grad_norm": norm,
-                "train/learning_rate": rate,
-                "train/loss_tokens": sum(result.tokens.values()),
-                "perf/step_s": round(time.perf_counter() - began, 4),
-            }
+        done, _ = load_state(folder / "state", model.model, optimizers)
+        log = MetricsLog(folder / "metrics.jsonl", next_step=done) if distributed.rank() == 0 else None
+        for step, stage in [(s.first_step + i, s) for s in stages for i in range(s.train.steps)][done:]:
+            metrics = {"step": step, "train/stage": stage.name} | _train_step(model, optimizers, stage, step)
             if log:
                 log.write(metrics)
-            on_step(number + 1, metrics)
-            if (number + 1) % config.train.checkpoint_every == 0 and number + 1 < config.train.steps:
-                save_state(folder / "state", number + 1, model.model, optimizers, keep_last=config.train.keep_last)
+            on_step(step + 1, metrics)
+            if (step + 1) % config.train.checkpoint_every == 0 and step + 1 < config.train.steps:
+                save_state(folder / "state", step + 1, model.model, optimizers, keep_last=config.train.keep_last)
         if distributed.rank() == 0:
             with building(target) as temporary:
                 model.save(temporary)
@@ -129,6 +133,7 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
                         "config": record,
                         "fingerprint": fingerprint(record),
                         "digest": checkpoint_digest(temporary),
+                        "stages": _reports(stages),
                     },
                 )
             if log:
@@ -137,18 +142,33 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     return target
 
 
-def _rows_of_rank(step: int, num_rows: int, config: SftConfig) -> list[int]:
-    rows = rows_of_step(step, num_rows=num_rows, batch_size=config.train.batch_size, seed=config.train.seed)
-    return rows[distributed.rank() :: distributed.world_size()]
-
-
-def _sequence(model: HFModel, sample_id: str, place: str, row: dict[str, Any], config: SftConfig) -> TrainSequence:
-    messages, tools = row_conversation(row, place), row_tools(row, place)
-    ids, mask = conversation_ids(model, messages, tools, place=place, loss_on=config.loss_on)
-    limit = min(config.max_length, model.max_length)
-    if len(ids) > limit:
-        raise InputError(f"{place}: {len(ids)} tokens, but at most {limit} fit; shorten or drop the row")
-    if 1 not in mask:
-        raise InputError(f"{place}: no token to train on (empty assistant message?)")
-    first = mask.index(1)
-    return TrainSequence(sample_id, ids[:first], ids[first:], mask[first:], teacher_id="sft")
+def _train_step(model: HFModel, optimizers: Optimizers, stage: Stage, step: int) -> dict[str, Any]:
+    """One optimizer step on this rank's share of the batch; its metrics."""
+    began = time.perf_counter()
+    rate = learning_rate(step - stage.first_step, stage.train)
+    batch = stage.batch(step)
+    own = batch[distributed.rank() :: distributed.world_size()]
+    groups = [[stage.table.sequence(row) for row in group] for group in own]
+    if stage.packed:
+        micro_batches = cut_packs(groups, reduction="token", device=model.device)
+    else:
+        micro_batches = cut(
+            [sequence for group in groups for sequence in group],
+            reduction="token",
+            num_micro_batches=stage.train.gradient_accumulation,
+            pad_id=model.pad_id,
+            device=model.device,
+        )
+    result = accumulate(model, micro_batches, cross_entropy)
+    norm = optimizers.step(rate, stage.train.max_grad_norm)
+    tokens = int(stage.table.lengths[[row for group in batch for row in group]].sum())
+    trained, seconds = sum(result.tokens.values()), time.perf_counter() - began
+    return {
+        "train/loss": result.loss,
+        "train/grad_norm": norm,
+        "train/learning_rate": rate,
+        "train/loss_tokens": trained,
+        "train/trainable_share": round(trained / tokens, 6),
+        "perf/tokens_per_s": round(tokens / seconds, 1),
+        "perf/step_s": round(seconds, 4),
+    }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mopdctl.engines.hf import HFModel
-from mopdctl.engines.layout import response_logits
+from mopdctl.engines.layout import active_logits
 from mopdctl.train.batch import MicroBatch
 from mopdctl.train.distributed import gather_objects, sum_gradients, sum_over_ranks
 
@@ -59,8 +59,10 @@ def accumulate(
         if not len(micro_batch.tokens_N):
             continue
         with model.computing():
-            logits_BRV = response_logits(model.model, micro_batch.layout, vocab_size=model.vocab_size)
-        result = algorithm(logits_BRV[micro_batch.active_BR], micro_batch)
+            logits_NV = active_logits(
+                model.model, micro_batch.layout, micro_batch.active_BR, vocab_size=model.vocab_size
+            )
+        result = algorithm(logits_NV, micro_batch)
         loss = (result.loss_N * micro_batch.coefficients_N).sum()
         loss.backward()
         loss_sum += float(loss.detach())
@@ -92,7 +94,7 @@ def accumulate(
 
 
 def _by_sample(values_N: Tensor, micro_batch: MicroBatch) -> dict[str, list[float]]:
-    counts = micro_batch.active_BR.sum(-1).tolist()
+    counts = [sum(s.loss_mask) for s in micro_batch.sequences]
     pieces = values_N.detach().float().cpu().split(counts)
     return {s.sample_id: piece.tolist() for s, piece in zip(micro_batch.sequences, pieces, strict=True)}
 

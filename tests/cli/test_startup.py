@@ -94,6 +94,7 @@ def test_examples_use_options_that_exist(words: tuple[str, ...]) -> None:
     known = {option for parameter in COMMANDS[words].params for option in parameter.opts + parameter.secondary_opts}
     for line in examples(help_of(words)):
         parts = shlex.split(line, comments=True)
+        parts = parts[: parts.index("--")] if "--" in parts else parts  # what follows is another command
         if parts[1 : 1 + len(words)] == list(words):
             used = {part.split("=")[0] for part in parts if part.startswith("--")}
             assert used <= known, f"{line}: no such option {sorted(used - known)}"

@@ -117,7 +117,10 @@ def test_a_scientific_number_arrives_as_a_number(written: Any) -> None:
     [
         ("train: {steps: 1, learning_rat: 1e-4}", r"unknown key 'train\.learning_rat'; did you mean 'learning_rate'\?"),
         ("train: {steps: 1}\nloss_om: all", r"unknown key 'loss_om'; did you mean 'loss_on'\?"),
-        ("train: {steps: 1}\nzzz: 1", r"unknown key 'zzz'; known keys: data, loss_on, max_length, model, name, train"),
+        (
+            "train: {steps: 1}\nzzz: 1",
+            r"unknown key 'zzz'; known keys: data, loss_on, max_length, model, name, overlong, packing, stages, train",
+        ),
         ("trian: {steps: 1}", r"unknown key 'trian'; did you mean 'train'\?"),
         ("", r"key 'train' is missing"),
         ("train: {}", r"key 'train\.steps' is missing"),

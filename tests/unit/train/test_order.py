@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopdctl.train.order import rows_of_step
+from mopdctl.train.order import draw_mixture, rows_of_step
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
@@ -55,3 +55,41 @@ def test_a_batch_larger_than_the_data_repeats_no_row_within_an_epoch(batch_size:
     rows = rows_of_step(0, num_rows=6, batch_size=batch_size, seed=0)
     assert len(rows) == batch_size
     assert sorted(rows[:6]) == list(range(6))
+
+
+parts = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.5, 1.0, 2.0, 3.0])), min_size=1, max_size=4)
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 3))
+def test_a_mixture_of_one_part_is_the_order_of_steps(step: int, num_rows: int, seed: int) -> None:
+    drawn = draw_mixture(4 * (step + 1), [num_rows], [0.7], seed)
+    assert drawn[4 * step :].tolist() == rows_of_step(step, num_rows=num_rows, batch_size=4, seed=seed)
+
+
+@given(parts, st.integers(1, 80), st.integers(1, 80))
+def test_a_longer_draw_begins_with_the_shorter_one(found: list[tuple[int, float]], one: int, more: int) -> None:
+    sizes, weights = [n for n, _ in found], [w for _, w in found]
+    longer = draw_mixture(one + more, sizes, weights, 3)
+    assert len(longer) == one + more
+    assert longer[:one].tolist() == draw_mixture(one, sizes, weights, 3).tolist()
+
+
+@given(parts, st.integers(1, 100))
+def test_parts_take_turns_by_weight_and_use_each_row_once_before_any_again(
+    found: list[tuple[int, float]], count: int
+) -> None:
+    sizes, weights = [n for n, _ in found], [w for _, w in found]
+    drawn = draw_mixture(count, sizes, weights, 0).tolist()
+    begin = 0
+    for size, weight in found:
+        mine = [r - begin for r in drawn if begin <= r < begin + size]
+        assert abs(len(mine) - count * weight / sum(weights)) <= len(found)
+        for epoch in range(0, len(mine), size):
+            assert len(set(mine[epoch : epoch + size])) == len(mine[epoch : epoch + size])
+        begin += size
+
+
+def test_parts_of_equal_weight_alternate() -> None:
+    drawn = draw_mixture(12, [6, 6], [1.0, 1.0], 0)
+    assert [int(r >= 6) for r in drawn] == [0, 1] * 6
+    assert [int(r) for r in drawn[::2]] != [int(r) - 6 for r in drawn[1::2]]  # each has an order of its own

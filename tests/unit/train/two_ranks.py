@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.layout import token_logprobs
 from mopdctl.train import distributed
-from mopdctl.train.batch import MicroBatch, TrainSequence, cut
+from mopdctl.train.batch import MicroBatch, TrainSequence, cut, cut_packs
 from mopdctl.train.step import TokenLoss, accumulate
 
 # (teacher, lambda, prompt length, loss mask). Of two ranks one holds 0, 2, 4, 6 and the other 1, 3, 5: `a` and `b` lie
@@ -76,20 +76,24 @@ def gained(logits_NV: torch.Tensor, micro_batch: MicroBatch) -> TokenLoss:
 
 
 def results() -> list[dict[str, Any]]:
-    """Loss, counts, means, norms and gradients for both reductions, with and without norms; again for one row alone."""
-    model, found = tiny_model(), []
-    for rows in (sequences(), sequences()[:1]):
-        for reduction in ("token", "sequence"):
-            for per_teacher_norms in (False, True):
+    """Loss, counts, means, norms and gradients for both reductions, with and without norms: padded, one row, packed."""
+    model, rows, found = tiny_model(), sequences(), []
+    packs = [rows[:2], rows[2:5], rows[6:]]  # of two ranks one holds two packs, the other one
+    for reduction in ("token", "sequence"):
+        for per_teacher_norms in (False, True):
+            for kind in ("padded", "one row", "packed"):
+                own = slice(distributed.rank(), None, distributed.world_size())
+                if kind == "packed":
+                    micro_batches = cut_packs(packs[own], reduction=reduction, device=model.device)  # type: ignore[arg-type]
+                else:
+                    micro_batches = cut(
+                        rows[own] if kind == "padded" else rows[:1][own],
+                        reduction=reduction,  # type: ignore[arg-type]
+                        num_micro_batches=2,
+                        pad_id=model.pad_id,
+                        device=model.device,
+                    )
                 model.model.zero_grad(set_to_none=True)
-                mine = rows[distributed.rank() :: distributed.world_size()]
-                micro_batches = cut(
-                    mine,
-                    reduction=reduction,  # type: ignore[arg-type]
-                    num_micro_batches=2,
-                    pad_id=model.pad_id,
-                    device=model.device,
-                )
                 result = accumulate(model, micro_batches, gained, per_teacher_norms=per_teacher_norms)
                 gradients = {n: p.grad for n, p in model.model.named_parameters() if p.grad is not None}
                 found.append(

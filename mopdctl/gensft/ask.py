@@ -1,0 +1,319 @@
+"""Asking: requests through their members into the journal, each until it is answered, given up or passed on.
+
+A request that is in the journal is never sent again. A 429 delays and never drops; other failures are tried again until
+`max_attempts`, then the request's fall-back is asked. A member that answers nothing any more is down: its requests move
+to their fall-backs, and a note says so. Where no fall-back is left the run stops, since every further row would fail.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mopdctl.config.committee import Price
+from mopdctl.engines.chat import ChatEngine, Reply
+from mopdctl.engines.pace import Pace, backoff_s
+from mopdctl.errors import MopdctlError
+from mopdctl.gensft.journal import Journal
+
+_CHARS_PER_TOKEN = 3.5
+"""For estimates before a server has counted."""
+_DOWN_AFTER_FAILURES = 20
+_PATIENCE_S = 3600.0
+"""A member that answers 429 for so long and nothing else is down."""
+_LAST_WORDS_S = 30.0
+"""How long an interrupted run waits for what is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request to one member."""
+
+    key: str
+    """32 hex digits, the fingerprint of endpoint and body."""
+    member: str
+    body: dict[str, Any]
+    kind: str = "chat"
+    """`chat` or `pooling`."""
+
+
+@dataclass(slots=True)
+class Party:
+    """A member with its engine, its pace and its state."""
+
+    alias: str
+    engine: ChatEngine
+    pace: Pace
+    price: Price | None
+    max_attempts: int
+    failures_in_a_row: int = 0
+    last_answer_at: float = field(default_factory=time.monotonic)
+    down: str = ""
+    """Why it answers nothing any more; empty while it does."""
+
+
+@dataclass(slots=True)
+class Spending:
+    """What a run has spent, from the journal on, and what it may."""
+
+    max_cost: float | None = None
+    max_tokens: int | None = None
+    cost: float = 0.0
+    """USD of answers with a known price."""
+    tokens: int = 0
+    unpriced: int = 0
+    """Answers whose price or token counts are unknown."""
+    reserved_cost: float = 0.0
+    reserved_tokens: int = 0
+
+    def allows(self, cost: float, tokens: int) -> bool:
+        """Whether a request of at most this size fits beside what is spent and under way."""
+        return (self.max_cost is None or self.cost + self.reserved_cost + cost <= self.max_cost) and (
+            self.max_tokens is None or self.tokens + self.reserved_tokens + tokens <= self.max_tokens
+        )
+
+    def reserve(self, cost: float, tokens: int) -> None:
+        """Sets aside what a request may take."""
+        self.reserved_cost += cost
+        self.reserved_tokens += tokens
+
+    def release(self, cost: float, tokens: int) -> None:
+        """Gives back what was set aside."""
+        self.reserve(-cost, -tokens)
+
+    def add(self, document: Mapping[str, Any], price: Price | None) -> int:
+        """Books an answer; returns its tokens."""
+        prompt, completion = usage(document)
+        total = (prompt or 0) + (completion or 0)
+        self.tokens += total
+        if price is None or prompt is None or completion is None:
+            self.unpriced += 1
+        else:
+            self.cost += price.cost_usd(prompt, completion)
+        return total
+
+
+@dataclass(slots=True)
+class Progress:
+    """Figures of one round of asking."""
+
+    total: int | None
+    """None where it is not known before the end."""
+    done: int = 0
+    """Requests that need no more asking, those found in the journal included."""
+    found: int = 0
+    """Of those, found in the journal."""
+    tokens: int = 0
+    """Tokens of answers that came in this round."""
+    states: Counter[str] = field(default_factory=Counter)
+    """How attempts ended, by state."""
+
+
+def usage(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Prompt and answer tokens as the server counted them; None where it did not."""
+    found = document.get("usage")
+    counts = [found.get(name) if isinstance(found, dict) else None for name in ("prompt_tokens", "completion_tokens")]
+    prompt, completion = (c if isinstance(c, int) and not isinstance(c, bool) and c >= 0 else None for c in counts)
+    return prompt, completion
+
+
+def estimated_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompt tokens, guessed from the length of the text, and the most that the answer may have (4096 if unbounded)."""
+    chars = sum(len(str(m.get("content") or "")) + 16 for m in body["messages"]) + len(str(body.get("tools") or ""))
+    return int(chars / _CHARS_PER_TOKEN), int(body.get("max_tokens") or 4096)
+
+
+def answered(chain: tuple[Request, ...], journal: Journal) -> bool:
+    """Whether a chain needs no more asking: one of it is answered, or all of it was rejected."""
+    for request in chain:
+        state = journal.state(request.key)
+        if state is None:
+            return any(journal.state(other.key) == "ok" for other in chain)
+        if state == "ok":
+            return True
+    return True
+
+
+class Asking:
+    """One round of asking. `stop` ends it early: what is under way is waited for, the rest stays pending.
+
+    With `may_fail` a member that is down only leaves its own requests unanswered.
+    """
+
+    def __init__(
+        self,
+        parties: Mapping[str, Party],
+        journal: Journal,
+        spending: Spending,
+        *,
+        may_fail: bool = False,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_note: Callable[[str], None] = lambda line: None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._parties, self._journal, self._spending = parties, journal, spending
+        self._may_fail = may_fail
+        self._on_progress, self._on_note = on_progress, on_note
+        self._rng = rng or random.Random()
+        self._stopping = ""
+        self._failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[Any] | None] = set()
+
+    def stop(self, why: str) -> None:
+        """Begins no more requests. Those that wait for their turn are dropped, those under way are not."""
+        self._stopping = self._stopping or why
+        for task in self._tasks - self._sending - {asyncio.current_task()}:
+            task.cancel()
+
+    async def ask(self, chains: Iterator[tuple[Request, ...]], *, total: int | None) -> str:
+        """Asks every chain of a request and its fall-backs; returns why it stopped early, or "".
+
+        Raises MopdctlError if a member is down whose requests nobody else may answer.
+        """
+        progress = Progress(total)
+        room = asyncio.Semaphore(2 * sum(max(1, int(party.pace.window)) for party in self._parties.values()))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            room.release()
+            if not task.cancelled() and (error := task.exception()):
+                self._failure = self._failure or error
+                self.stop(str(error))
+
+        try:
+            for chain in chains:
+                if self._stopping:
+                    break
+                if answered(chain, self._journal):
+                    progress.done += 1
+                    progress.found += 1
+                    if progress.found % 1000 == 0:
+                        self._on_progress(progress)
+                        await asyncio.sleep(0)
+                    continue
+                await room.acquire()
+                task = asyncio.create_task(self._chain(chain, progress))
+                self._tasks.add(task)
+                task.add_done_callback(ended)
+            while self._tasks and not self._stopping:
+                await asyncio.wait(self._tasks, timeout=1.0)
+        except asyncio.CancelledError:
+            self.stop("interrupted")
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        self._on_progress(progress)
+        if self._failure:
+            raise self._failure
+        return self._stopping
+
+    async def _chain(self, chain: tuple[Request, ...], progress: Progress) -> None:
+        """Asks a request, then its fall-backs, until one is answered."""
+        for number, request in enumerate(chain):
+            if self._journal.state(request.key) == "rejected":
+                continue
+            party = self._parties[request.member]
+            if await self._request(request, party, progress):
+                break
+            if self._stopping:
+                return
+            if party.down and number == len(chain) - 1 and not self._may_fail:
+                raise MopdctlError(
+                    f"member {party.alias!r} is down ({party.down}) and nobody else may answer; nothing is lost, the "
+                    "same command goes on when it is back"
+                )
+        progress.done += 1
+        self._on_progress(progress)
+
+    async def _request(self, request: Request, party: Party, progress: Progress) -> bool:
+        """Tries until there is an answer (True) or it is given up (False)."""
+        failures = tries = 0
+        prompt_tokens, max_tokens = estimated_tokens(request.body)
+        most = (party.price.cost_usd(prompt_tokens, max_tokens) if party.price else 0.0, prompt_tokens + max_tokens)
+        while not party.down and not self._stopping:
+            taken_at = await party.pace.slot()
+            outcome: Literal["answered", "limited", "failed"] = "failed"
+            reply, tokens = None, 0
+            try:
+                if party.down or not await self._afford(*most):
+                    return False
+                tries += 1
+                try:
+                    reply = await self._send(request, party, tries)
+                finally:
+                    self._spending.release(*most)
+                if reply.document is not None:
+                    outcome, tokens = "answered", self._spending.add(reply.document, party.price)
+                elif reply.error == "rate_limited":
+                    outcome = "limited"
+            finally:
+                wait = reply.retry_after_s if reply else None
+                party.pace.release(taken_at, outcome, retry_after_s=wait, tokens=tokens)
+            progress.states[reply.error or "ok"] += 1
+            progress.tokens += tokens
+            if reply.document is not None or reply.error == "rejected":
+                party.failures_in_a_row, party.last_answer_at = 0, time.monotonic()
+                return reply.document is not None
+            self._watch(party, reply)
+            if outcome == "limited" or party.down:
+                continue
+            failures += 1
+            if failures >= party.max_attempts:
+                return False
+            await asyncio.sleep(max(backoff_s(failures, self._rng), min(reply.retry_after_s or 0.0, 120.0)))
+        return False
+
+    async def _send(self, request: Request, party: Party, attempt: int) -> Reply:
+        """One attempt, with its two lines in the journal. It is not cancelled by `stop`."""
+        self._journal.sent(request.key)
+        self._sending.add(asyncio.current_task())
+        began = time.monotonic()
+        try:
+            reply = await party.engine.complete(request.body, key=request.key, kind=request.kind)
+        finally:
+            self._sending.discard(asyncio.current_task())
+        more = {"h": reply.status} if reply.status not in (None, 200) else {}
+        self._journal.add(
+            request.key,
+            reply.error or "ok",
+            attempt=attempt,
+            latency_s=time.monotonic() - began,
+            member=party.alias,
+            raw=reply.raw,
+            **more,
+            **({"e": reply.detail} if reply.detail else {}),
+        )
+        return reply
+
+    def _watch(self, party: Party, reply: Reply) -> None:
+        """Decides whether a member is down after a failed attempt."""
+        if party.down:
+            return
+        if reply.error == "unusable":
+            party.down = reply.detail
+        elif reply.error == "rate_limited":
+            if time.monotonic() - party.last_answer_at > _PATIENCE_S:
+                party.down = f"nothing but 429 for {_PATIENCE_S:.0f} s"
+        else:
+            party.failures_in_a_row += 1
+            if party.failures_in_a_row >= max(_DOWN_AFTER_FAILURES, 2 * int(party.pace.window)):
+                party.down = f"{party.failures_in_a_row} failures in a row, the last one: {reply.detail}"
+        if party.down:
+            then = "they stay unanswered" if self._may_fail else "they go to their fall-backs"
+            self._on_note(f"member {party.alias!r} is down ({party.down}); its requests: {then}")
+
+    async def _afford(self, cost: float, tokens: int) -> bool:
+        """Reserves the most that a request can take; waits while others under way hold what it needs."""
+        while not self._spending.allows(cost, tokens):
+            if self._spending.reserved_tokens <= 0:
+                self.stop("the budget is used up")
+                return False
+            await asyncio.sleep(0.02)
+        self._spending.reserve(cost, tokens)
+        return True

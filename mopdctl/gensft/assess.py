@@ -1,0 +1,188 @@
+"""What is known of a seed's answers: parsed, checked against the rules, verified, judged and selected.
+
+Everything here is computed from the journal, any number of times with the same result. The rules come before the
+judges, since they cost nothing and a judge's verdict costs money.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mopdctl.config.committee import CommitteeFile
+from mopdctl.config.gensft import FilterConfig, GenConfig
+from mopdctl.gensft.answers import parse_answer
+from mopdctl.gensft.ask import Request
+from mopdctl.gensft.filters import FilterSettings, all_failures
+from mopdctl.gensft.journal import Journal
+from mopdctl.gensft.judge import JudgeRequest, Verdicts, judge_requests, panel_score, verdicts
+from mopdctl.gensft.records import Answer, AnswerState, Judged, Seed
+from mopdctl.gensft.routing import REFERENCE, Router
+from mopdctl.gensft.rows import conversation
+from mopdctl.gensft.select import Selection, select
+from mopdctl.gensft.verify import verify_answer
+
+UNANSWERED = ("infra_error", "rejected", "pending", "malformed")
+"""States of an answer that holds nothing to look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assessed:
+    """All that is known of one seed's answers."""
+
+    answers: list[Answer]
+    """Every answer that was asked for, in whatever state; the reference's is not among them."""
+    failures: dict[int, list[tuple[str, str]]]
+    """Sample index to the rules that the answer fails, each with its reason; empty lists are left out."""
+    selection: Selection
+    reference: Judged | None
+    verdicts: Verdicts | None = None
+    responses: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """(alias, raw response) of everything that was paid for: answers and verdicts."""
+
+
+def filter_settings(config: FilterConfig) -> FilterSettings:
+    """The rules' settings of a configuration. Raises InputError for what the rules cannot use."""
+    return FilterSettings(
+        languages=tuple(config.languages),
+        min_words=config.min_words,
+        max_words=config.max_words,
+        licenses_allowed=None if config.licenses is None else tuple(config.licenses),
+        require_training_terms=config.require_training_terms,
+        refusal_patterns=tuple(config.refusal_patterns),
+        leakage_patterns=tuple(config.leakage_patterns),
+        off=tuple(config.off),
+    )
+
+
+class Assessor:
+    """Reads answers and verdicts out of a journal. `over`: asking has ended, so what is missing has failed."""
+
+    def __init__(self, config: GenConfig, committee: CommitteeFile, router: Router, journal: Journal) -> None:
+        self._config, self._committee, self._router, self._journal = config, committee, router, journal
+        self._settings = filter_settings(config.filter)
+        self.over = False
+
+    def judge_chains(self, seed: Seed) -> Iterator[tuple[Request, ...]]:
+        """The requests to the judges of a seed's answers, none with a fall-back: a verdict is its judge's own."""
+        for request, _ in self._judging(seed, *self._passing(seed)[:2]):
+            yield (request,)
+
+    def assess(self, seed: Seed) -> Assessed:
+        """Everything about one seed."""
+        candidates, reference, answers, failures, responses = self._passing(seed)
+        asked = list(self._judging(seed, candidates, reference))
+        lines = [self._journal.get(request.key) for request, _ in asked]
+        raws = [line["r"] if line and line["s"] == "ok" else None for line in lines]
+        responses += [(r.member, raw) for (r, _), raw in zip(asked, raws, strict=True) if raw is not None]
+        panel = self._config.panel(seed.domain)
+        said = None
+        if panel is not None:
+            said = verdicts([j for _, j in asked], raws, panel, keys=[request.key for request, _ in asked])
+
+        def judged(candidate: Judged) -> Judged:
+            own = said.of.get(candidate.answer.sample_index) if said else None
+            if panel is None or own is None:
+                return candidate
+            score, state = panel_score(own, panel)
+            return replace(candidate, verdicts=own, score=score, score_state=state)
+
+        against = judged(reference) if reference else None
+        selection = select([judged(c) for c in candidates], self._config.selection(seed.domain), reference=against)
+        return Assessed(answers, failures, selection, against, said, responses)
+
+    def _judging(
+        self, seed: Seed, candidates: list[Judged], reference: Judged | None
+    ) -> Iterator[tuple[Request, JudgeRequest]]:
+        panel = self._config.panel(seed.domain)
+        if panel is None:
+            return
+        strict = self._config.selection(seed.domain).require_verified
+        worth = [c.answer for c in candidates if not (strict and c.verify_state is not None and c.reward != 1.0)]
+        if not worth:
+            return
+        if reference is not None:
+            worth.append(reference.answer)
+        for request in judge_requests(seed, worth, panel):
+            yield self._router.judge_request(request.judge, list(request.messages), request.kind), request
+
+    def _passing(
+        self, seed: Seed
+    ) -> tuple[
+        list[Judged],
+        Judged | None,
+        list[Answer],
+        dict[int, list[tuple[str, str]]],
+        list[tuple[str, dict[str, Any]]],
+    ]:
+        """Candidates that pass the rules and the reference, verified; all answers; failed rules; raw responses."""
+        route = self._router.route(seed)
+        answers: list[Answer] = []
+        candidates: list[Judged] = []
+        reference = None
+        failures: dict[int, list[tuple[str, str]]] = {}
+        responses: list[tuple[str, dict[str, Any]]] = []
+        for index, chain in self._router.chains(seed):
+            answer, raw = self._answer(index, chain)
+            if raw is not None:
+                responses.append((answer.member, raw))
+            if index == REFERENCE:
+                if answer.state == "ok":
+                    reference = _verified(seed, answer)
+                continue
+            answers.append(answer)
+            if answer.state in UNANSWERED:
+                continue
+            member = self._committee.members[answer.member]
+            row = {
+                "messages": conversation(seed, answer.message, route),
+                "tools": list(seed.tools) if seed.tools else None,
+                "domain": seed.domain,
+                "license": seed.license,
+                "member_license": member.license,
+                "outputs_may_train": member.outputs_may_train,
+                "finish_reason": answer.finish_reason,
+                "answer_state": answer.state,
+            }
+            failed = all_failures(row, self._settings)
+            if answer.state != "ok" and not failed:  # what is not whole is no row, whatever rules are off
+                failed = [({"refused": "refusal"}.get(answer.state, answer.state), answer.detail)]
+            if failed:
+                failures[index] = failed
+            else:
+                candidates.append(_verified(seed, answer))
+        return candidates, reference, answers, failures, responses
+
+    def _answer(self, index: int, chain: tuple[Request, ...]) -> tuple[Answer, dict[str, Any] | None]:
+        """The first answer of a chain, with its raw response."""
+        states, detail = [], ""
+        for request in chain:
+            line = self._journal.get(request.key)
+            states.append(line["s"] if line else None)
+            if line and line["s"] == "rejected":
+                detail = detail or line.get("e", "")
+            elif line:
+                found = parse_answer(line["r"])
+                answer = Answer(
+                    sample_index=index,
+                    state=found.state.value,
+                    message=found.message,
+                    finish_reason=found.finish_reason,
+                    member=request.member,
+                    body=request.body,
+                    request_key=request.key,
+                    prompt_tokens=found.prompt_tokens,
+                    completion_tokens=found.completion_tokens,
+                    detail=found.detail,
+                    notes=found.notes,
+                )
+                return answer, line["r"]
+        state: AnswerState = "infra_error" if self.over else "pending"
+        if all(s == "rejected" for s in states):
+            state = "rejected"
+        first = chain[0]
+        return Answer(index, state, {}, None, first.member, first.body, first.key, None, None, detail), None
+
+
+def _verified(seed: Seed, answer: Answer) -> Judged:
+    state, reward, version = verify_answer(seed, answer)
+    return Judged(answer, verify_state=state, reward=reward, verifier_version=version)
