@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def serve_fake(
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- COMMAND...]", help="Run this while the server is up, then stop.", show_default=False
-        ),
+        typer.Argument(metavar="COMMAND", help="Run this while the server is up, then stop.", show_default=False),
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes any that is free.")] = 8399,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
@@ -122,7 +120,8 @@ async def _serve(server: "FakeServer", host: str, port: int, command: list[str])
     listening: asyncio.Future[str] = loop.create_future()
     serving = loop.create_task(server.serve(host, port, ready=listening.set_result))
     try:
-        await asyncio.wait([serving, listening], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [serving, listening]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
         if command:

@@ -256,7 +256,11 @@ def _said(
     function = _function(body)
     if function is not None:
         return json.dumps(_instance({**(function.get("parameters") or {}), "type": "object"}, draw)), function
-    text = _sum(asked, settings, draw) or _structured(asked, draw) or _prose(asked, settings, draw)
+    text = _sum(asked, settings, draw)
+    if text is None:
+        text = _structured(asked, draw)
+    if text is None:
+        text = _prose(asked, settings, draw)
     if quirk == "leak_think":
         words = text.split(" ")
         words.insert(max(1, len(words) // 2), _pick(draw, ("</think>", "<|im_end|>")))
@@ -269,7 +273,7 @@ def _choice(body: Mapping[str, Any], asked: str, settings: FakeChat, key: bytes)
     reasoning, text, function = _draft(body, asked, settings, _draws(key).__next__)
     stops = body.get("stop") or ()
     for stop in [stops] if isinstance(stops, str) else stops:
-        if function is None and stop in text:
+        if function is None and stop and stop in text:
             text = text[: text.index(stop)]
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or math.inf
     thought, said = len(reasoning.split()), len(text.split())
@@ -358,11 +362,11 @@ def _function(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return functions[0]
 
 
-def _sum(asked: str, settings: FakeChat, draw: _Draw) -> str:
+def _sum(asked: str, settings: FakeChat, draw: _Draw) -> str | None:
     # What stands in a fenced block is a schema or data, not a question.
     found = _SUM.search(asked.partition("```")[0])
     if found is None:
-        return ""
+        return None
     value = 0
     for sign, factors in re.findall(r"([+-]?)(\d+(?:\*\d+)*)", found[0].replace("×", "*").replace(" ", "")):  # noqa: RUF001
         value += (-1 if sign == "-" else 1) * math.prod(map(int, factors.split("*")))
@@ -371,20 +375,20 @@ def _sum(asked: str, settings: FakeChat, draw: _Draw) -> str:
     return f"The answer is \\boxed{{{value}}}."
 
 
-def _structured(asked: str, draw: _Draw) -> str:
+def _structured(asked: str, draw: _Draw) -> str | None:
     block = _FENCED.search(asked) if "```json" in asked else None
     if block is None:
-        return ""
+        return None
     prose = asked.replace(block[0], "")
     named = _FORMAT.search(prose)  # before JSON: "as YAML, by this JSON schema" asks for YAML
     if named is None and "json" not in prose.lower():
-        return ""
+        return None
     try:
         schema = json.loads(block[1])
     except (ValueError, RecursionError):
-        return ""
+        return None
     if not isinstance(schema, dict) or schema.get("type") != "object":
-        return ""
+        return None
     return _WRITERS[named[1].upper() if named else "JSON"](_instance(schema, draw))
 
 
@@ -513,7 +517,7 @@ def _csv(value: Mapping[str, Any]) -> str:
 
 _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "JSON": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
-    "YAML": lambda value: "\n".join(_yaml(value)),
+    "YAML": lambda value: "\n".join(_yaml(value)) or "{}",
     "TOML": lambda value: "\n".join(_toml(value)).lstrip("\n"),
     "XML": lambda value: "\n".join(_xml(value, "document")),
     "CSV": _csv,

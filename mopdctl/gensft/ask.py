@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from mopdctl.config.committee import Price
@@ -162,6 +163,8 @@ class Asking:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[Any] | None] = set()
+        self._keys: set[str] = set()
+        """Of chains that are being asked: an equal request (two answers alike, before one judge) is asked once."""
 
     def stop(self, why: str) -> None:
         """Begins no more requests. Those that wait for their turn are dropped, those under way are not."""
@@ -177,8 +180,9 @@ class Asking:
         progress = Progress(total)
         room = asyncio.Semaphore(2 * sum(max(1, int(party.pace.window)) for party in self._parties.values()))
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def ended(task: asyncio.Task[None], key: str) -> None:
             self._tasks.discard(task)
+            self._keys.discard(key)
             room.release()
             if not task.cancelled() and (error := task.exception()):
                 self._failure = self._failure or error
@@ -188,7 +192,7 @@ class Asking:
             for chain in chains:
                 if self._stopping:
                     break
-                if answered(chain, self._journal):
+                if chain[0].key in self._keys or answered(chain, self._journal):
                     progress.done += 1
                     progress.found += 1
                     if progress.found % 1000 == 0:
@@ -198,7 +202,8 @@ class Asking:
                 await room.acquire()
                 task = asyncio.create_task(self._chain(chain, progress))
                 self._tasks.add(task)
-                task.add_done_callback(ended)
+                task.add_done_callback(partial(ended, key=chain[0].key))
+                self._keys.add(chain[0].key)
             while self._tasks and not self._stopping:
                 await asyncio.wait(self._tasks, timeout=1.0)
         except asyncio.CancelledError:

@@ -36,8 +36,8 @@ class Assessed:
     selection: Selection
     reference: Judged | None
     verdicts: Verdicts | None = None
-    responses: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    """(alias, raw response) of everything that was paid for: answers and verdicts."""
+    responses: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """Request key to alias and raw response of everything that was paid for: answers and verdicts."""
 
 
 def filter_settings(config: FilterConfig) -> FilterSettings:
@@ -73,7 +73,7 @@ class Assessor:
         asked = list(self._judging(seed, candidates, reference))
         lines = [self._journal.get(request.key) for request, _ in asked]
         raws = [line["r"] if line and line["s"] == "ok" else None for line in lines]
-        responses += [(r.member, raw) for (r, _), raw in zip(asked, raws, strict=True) if raw is not None]
+        responses |= {r.key: (r.member, raw) for (r, _), raw in zip(asked, raws, strict=True) if raw is not None}
         panel = self._config.panel(seed.domain)
         said = None
         if panel is not None:
@@ -103,7 +103,7 @@ class Assessor:
         if reference is not None:
             worth.append(reference.answer)
         for request in judge_requests(seed, worth, panel):
-            yield self._router.judge_request(request.judge, list(request.messages), request.kind), request
+            yield self._router.judge_request(request.judge, seed, list(request.messages), request.kind), request
 
     def _passing(
         self, seed: Seed
@@ -112,7 +112,7 @@ class Assessor:
         Judged | None,
         list[Answer],
         dict[int, list[tuple[str, str]]],
-        list[tuple[str, dict[str, Any]]],
+        dict[str, tuple[str, dict[str, Any]]],
     ]:
         """Candidates that pass the rules and the reference, verified; all answers; failed rules; raw responses."""
         route = self._router.route(seed)
@@ -120,11 +120,11 @@ class Assessor:
         candidates: list[Judged] = []
         reference = None
         failures: dict[int, list[tuple[str, str]]] = {}
-        responses: list[tuple[str, dict[str, Any]]] = []
+        responses: dict[str, tuple[str, dict[str, Any]]] = {}
         for index, chain in self._router.chains(seed):
             answer, raw = self._answer(index, chain)
             if raw is not None:
-                responses.append((answer.member, raw))
+                responses[answer.request_key] = (answer.member, raw)
             if index == REFERENCE:
                 if answer.state == "ok":
                     reference = _verified(seed, answer)

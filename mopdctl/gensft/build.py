@@ -193,7 +193,7 @@ class _Gather:
     def rows(self, seed: Seed, assessed: Assessed) -> Iterator[tuple[dict[str, Any], float | None]]:
         """The rows of one seed, each with its score."""
         route = self._router.route(seed)
-        for alias, raw in assessed.responses:
+        for alias, raw in assessed.responses.values():
             self._pay(alias, raw)
         self._count_answers(seed, assessed)
         if assessed.verdicts is not None and (panel := self._config.panel(seed.domain)) is not None:

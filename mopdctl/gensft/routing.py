@@ -62,13 +62,13 @@ class Router:
         body["seed"] = stream_seed(self._seed, "sample", seed.seed_id, index) % 2**31
         return self.request(alias, body)
 
-    def judge_request(self, alias: str, messages: list[Message], kind: str) -> Request:
-        """The request of a judge. Its random seed hangs on what it judges."""
+    def judge_request(self, alias: str, seed: Seed, messages: list[Message], kind: str) -> Request:
+        """The request of a judge about answers to a seed. Its random seed hangs on what it judges."""
         member = self._committee.members[alias]
         body: dict[str, Any] = {"model": member.model, "messages": messages}
         if kind == "chat":
             body |= member.sampling.body()
-            body["seed"] = stream_seed(self._seed, "judge", alias, json.dumps(messages)) % 2**31
+            body["seed"] = stream_seed(self._seed, "judge", alias, seed.seed_id, json.dumps(messages)) % 2**31
         return self.request(alias, body, kind)
 
     def request(self, alias: str, body: dict[str, Any], kind: str = "chat") -> Request:

@@ -159,7 +159,7 @@ def dry_run(spec: Spec) -> dict[str, Any]:
         panel = spec.config.panel(seed.domain)
         for alias in panel.members if panel else []:
             for _ in range(spec.router.samples(seed)):
-                example = spec.router.judge_request(alias, list(seed.messages), "chat")
+                example = spec.router.judge_request(alias, seed, list(seed.messages), "chat")
                 _estimate(spec, members, example)
     costs = [found["most_cost_usd"] for found in members.values()]
     return {

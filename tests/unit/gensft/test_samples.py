@@ -10,6 +10,7 @@ import pytest
 from mopdctl.config.base import load_config
 from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
+from mopdctl.config.sft import SftConfig
 from mopdctl.gensft.attributes import expected
 from mopdctl.gensft.decontaminate import Document, build_index, scan
 from mopdctl.gensft.records import Seed
@@ -145,3 +146,12 @@ def test_the_published_committee_routes_every_domain_and_says_how_it_was_selecte
     assert {license_name for alias, license_name in licenses.items() if alias.startswith(("deepseek", "glm"))} == {
         "mit"
     }
+
+
+def test_the_two_stage_configuration_loads_and_its_stages_differ() -> None:
+    config = load_config(SftConfig, FOLDER / "sft.yaml")
+    first, second = config.stages
+    assert config.train.steps == first.steps + second.steps
+    assert first.max_length != second.max_length
+    assert first.learning_rate != second.learning_rate
+    assert second.data
