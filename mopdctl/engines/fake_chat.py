@@ -348,9 +348,11 @@ def _verdict(asked: str) -> str:
 
 def _function(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The function to call, if one is to be called."""
+    if not body.get("tools") or body.get("tool_choice") == "none":
+        return None
     roles = [message["role"] for message in body["messages"]]
     last_user = max((i for i, role in enumerate(roles) if role == "user"), default=0)
-    if not body.get("tools") or body.get("tool_choice") == "none" or "tool" in roles[last_user:]:
+    if "tool" in roles[last_user:]:
         return None
     functions = [tool["function"] for tool in body["tools"]]
     match body.get("tool_choice"):
@@ -447,8 +449,8 @@ def _string(schema: Mapping[str, Any], draw: _Draw) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- formats
 
-# Not one of the words that YAML reads as something else.
-_BARE = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)\Z)[a-z_][a-z0-9_-]*", re.IGNORECASE)
+# Not one of the words that YAML reads as something else. ASCII, or [a-z] would match the dotted capital I of Turkish.
+_BARE = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)\Z)[a-z_][a-z0-9_-]*", re.IGNORECASE | re.ASCII)
 
 
 def _scalar(value: Any) -> str:

@@ -27,7 +27,6 @@ from aiohttp import web
 from mopdctl.engines import fake_chat
 from mopdctl.errors import InputError
 
-_MAX_BODY_BYTES = 64 << 20
 _SHARES = ("share_429", "share_5xx", "share_hang", "share_cut", "share_bad_json", "share_wrong_count")
 
 
@@ -96,7 +95,7 @@ class Ledger:
         return before
 
     def bill(self, body: bytes, key: str | None) -> None:
-        """Books an answer that was written out; one with a key that was billed for this body before is a replay."""
+        """Books an answer; one with a key that was billed for this body before is a replay."""
         # 7 bytes: an int of up to 60 bits takes 32 bytes, and a `bytes` of this length takes 48.
         digest = None if key is None else int.from_bytes(_hash(key.encode("utf-8", "surrogateescape"), body)[:7], "big")
         if digest in self._billed_keys:
@@ -159,7 +158,7 @@ class FakeServer:
 
         Raises InputError if it cannot listen there.
         """
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=0)  # no limit
         app.router.add_post("/v1/chat/completions", self._post)
         app.router.add_post("/pooling", self._post)
         app.router.add_get("/v1/models", self._models)
@@ -190,27 +189,24 @@ class FakeServer:
             raw = await request.read()
             digest = _hash(raw)
             reply = await self._reply(request, raw, digest)
-            response = _response(reply)
-            if reply is _CUT:
-                ledger.by_status["cut"] += 1
-                if request.transport is not None:
-                    request.transport.abort()
-                return response
-            # Written out here, because what is billed must have been written.
-            await response.prepare(request)
-            await response.write_eof()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):
             ledger.aborted += 1
             raise
-        except ConnectionError:
-            ledger.aborted += 1
-            return web.Response()  # goes nowhere
         finally:
             ledger.in_flight -= 1
-        ledger.by_status[str(reply.status)] += 1
-        if reply.billable:
-            ledger.bill(digest, request.headers.get("Idempotency-Key"))
-        return response
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            ledger.aborted += 1
+        elif reply is _CUT:
+            ledger.by_status["cut"] += 1
+            transport.abort()
+        else:
+            # Booked before it is written, so that nobody can have an answer that the figures lack. Nothing else runs
+            # until the transport has it.
+            ledger.by_status[str(reply.status)] += 1
+            if reply.billable:
+                ledger.bill(digest, request.headers.get("Idempotency-Key"))
+        return _response(reply)
 
     async def _reply(self, request: web.Request, raw: bytes, digest: bytes) -> _Reply:
         faults = self._faults

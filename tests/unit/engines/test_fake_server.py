@@ -201,6 +201,17 @@ def test_a_client_that_went_away_is_not_billed() -> None:
     assert (figures["billed"], figures["replayed"], figures["requests"]) == (1, 0, 6)
 
 
+def test_a_client_that_went_away_in_the_middle_of_its_request_is_counted() -> None:
+    with run_in_thread() as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            while not server.stats()["requests"]:
+                time.sleep(0.01)
+        figures = settled(server)
+    assert (figures["requests"], figures["aborted"], figures["by_status"]) == (1, 1, {})
+
+
 def test_an_answer_takes_the_time_that_is_asked_for() -> None:
     with run_in_thread(Faults(latency_s=0.2)) as server:
         start = time.monotonic()
@@ -358,7 +369,7 @@ def test_a_port_in_use_is_one_line() -> None:
 CLI = "import typer; from mopdctl.cli.doctor_serve_fake import serve_fake; typer.run(serve_fake)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_the_server_says_where_it_is_and_ends_well_at_a_signal(number: int, tmp_path: Path) -> None:
     stats = tmp_path / "stats.json"
     started = subprocess.Popen(
