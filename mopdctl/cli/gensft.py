@@ -13,7 +13,7 @@ from mopdctl.cli.output import Progress, note, result, show, stdout_reserved
 if TYPE_CHECKING:
     from mopdctl.gensft.ask import Progress as Asked
     from mopdctl.gensft.ask import Spending
-    from mopdctl.gensft.decontaminate import Document
+    from mopdctl.gensft.question_parts import Document
 
 
 def gen_sft(
@@ -24,6 +24,9 @@ def gen_sft(
     max_cost: Annotated[float | None, typer.Option("--max-cost", help="Stop before more than this many USD.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Stop before more tokens.")] = None,
     preview: Annotated[int, typer.Option("--preview", min=0, help="Make rows of so many seeds and show them.")] = 0,
+    retry_rejected: Annotated[
+        bool, typer.Option("--retry-rejected", help="Ask again for what a server once refused for good.")
+    ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Build the data set of this name anew.")] = False,
     settings: SetOption = None,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
@@ -59,18 +62,23 @@ def gen_sft(
     loaded = load_with_overrides(GenConfig, config, flags, settings or [])
     place = Workspace(workspace)
     with stdout_reserved():
-        from mopdctl.gensft import run as gensft
+        from mopdctl.gensft.spec import finished, prepare
 
-        spec = gensft.prepare(loaded, place, base=config.parent)
+        spec = prepare(loaded, place, base=config.parent)
         if dry_run:
-            gensft.finished(spec, replace=replace)
-            document = gensft.dry_run(spec)
+            from mopdctl.gensft.estimate import dry_run as estimate
+
+            finished(spec, replace=replace)
+            document = estimate(spec)
         else:
-            document = gensft.run(
+            from mopdctl.gensft.run import run
+
+            document = run(
                 spec,
                 task_documents=_task_documents,
                 replace=replace,
                 preview=bool(preview),
+                retry_rejected=retry_rejected,
                 on_progress=_ProgressLine(loaded.name),
                 on_note=note,
             )
@@ -87,7 +95,7 @@ def _task_documents(tasks: list[str]) -> "Iterable[Document]":
         return
     from mopdctl.evals.harness import listening
     from mopdctl.evals.texts import task_documents
-    from mopdctl.gensft.decontaminate import Document
+    from mopdctl.gensft.question_parts import Document
     from mopdctl.runs import shipped
 
     with listening(note):
@@ -99,16 +107,19 @@ class _ProgressLine:
     """One line for each phase: rows, rate, tokens a second, cost, time left, failures by state."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._phase, self._done = label, "", -1
+        self._label, self._phase = label, ""
+        self._done, self._next = -1, 0.0
         self._line: Progress | None = None
         self._began = time.monotonic()
 
     def __call__(self, phase: str, figures: "Asked", spending: "Spending") -> None:
-        if figures.done == self._done and phase == self._phase:
+        now = time.monotonic()
+        last = figures.total is not None and figures.done >= figures.total
+        if phase == self._phase and (figures.done == self._done or (now < self._next and not last)):
             return
-        self._done = figures.done
+        self._done, self._next = figures.done, now + 0.1
         if phase != self._phase or self._line is None:
-            self._phase, self._began = phase, time.monotonic()
+            self._phase, self._began = phase, now
             self._line = Progress(f"{self._label}: {phase}", figures.total, done=figures.found)
         self._line.update(figures.done, self._detail(figures, spending))
 

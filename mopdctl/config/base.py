@@ -42,9 +42,24 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not YAML ({type(error).__name__}: {error})") from None
     if document is None:
         raise InputError(f"{path}: is empty; a mapping of keys to values is needed")
+    document = _whole_characters(document, path)
     if not isinstance(document, dict):
         raise InputError(f"{path}: holds {type(document).__name__}, not a mapping of keys to values")
     return document
+
+
+def _whole_characters(value: Any, path: Path) -> Any:
+    """Joins the halves of characters that a JSON writer escaped as pairs. Raises InputError for a half alone."""
+    if isinstance(value, dict):
+        return {_whole_characters(k, path): _whole_characters(v, path) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_whole_characters(item, path) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: holds half a character (a lone surrogate)") from None
 
 
 def parse(model: type[ModelT], document: dict[str, Any], *, source: str) -> ModelT:

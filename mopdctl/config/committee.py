@@ -1,5 +1,6 @@
 """`committee.yaml`: who answers, who judges, at what price and under which licence, and which domain goes to whom."""
 
+import json
 import math
 import re
 from typing import Any, Literal
@@ -31,6 +32,13 @@ class Sampling(Strict):
     def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(_RESERVED & value.keys()):
             raise ValueError(f"{taken[0]!r} has a field of its own or is set by mopdctl")
+        for key in value:
+            if re.fullmatch(r"(?i).*(api[-_]?key|authorization|password|secret)|(access|auth|bearer)?[-_]?token", key):
+                raise ValueError(f"{key!r} looks like a secret, and these settings stand in every row; use api_key_env")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ValueError("holds something that JSON cannot say: a date, NaN or infinity") from None
         return value
 
     def over(self, other: "Sampling") -> "Sampling":

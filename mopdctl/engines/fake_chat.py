@@ -15,20 +15,17 @@ A token is a word between white space. What only cuts or reports (`max_tokens`, 
 answer: more tokens give the same answer, longer.
 """
 
-import csv
 import hashlib
-import io
 import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
-from xml.sax.saxutils import escape
 
+from mopdctl.engines.fake_settings import FakeChat
+from mopdctl.engines.fake_text import NOUNS, REFUSALS, Draw, german, instance, pick, prose, sentence, structured
 from mopdctl.errors import InputError
 
 _CUTS_OR_REPORTS = frozenset({"max_tokens", "max_completion_tokens", "stop", "n", "logprobs", "top_logprobs"})
@@ -39,80 +36,8 @@ _COUNTS = (
     ("max_completion_tokens", 1, 1 << 31),
 )
 """Field, least and most."""
-_MAX_ITEMS = 100
-"""Most items of an array and characters of a string, whatever a schema asks for."""
 _MADE = 1_735_689_600
 """Time of every answer (2025-01-01), because an answer may not hang on the clock."""
-
-_Draw = Callable[[], float]
-"""The next of an answer's random numbers, in [0, 1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class FakeChat:
-    """What the model does. Written `fake-chat` or `fake-chat:words=40,refuse=0.05`; all but `words` are shares."""
-
-    words: float = 60.0
-    """Mean length of prose and of reasoning; one answer's own is drawn from half to one and a half of it."""
-    think: float = 0.0
-    """Answers with a separate `reasoning_content`."""
-    inline_think: float = 0.0
-    """Answers whose content begins with `<think>...</think>`. Tool calls have no content and so none of it."""
-    leak_think: float = 0.0
-    """Answers with a bare `</think>` or `<|im_end|>` inside their text. Tool calls go on without."""
-    refuse: float = 0.0
-    """Answers that refuse."""
-    repeat: float = 0.0
-    """Answers that loop one sentence."""
-    empty: float = 0.0
-    """Answers without text."""
-    copy: float = 0.0
-    """Prompts whose answer is the same for every seed and every choice."""
-    foreign: float = 0.0
-    """Answers in German."""
-    wrong: float = 0.2
-    """Sums that are wrong by 1 to 9."""
-    bad_judge: float = 0.0
-    """Judge replies without a verdict. No other quirk but the thinking touches a judge reply."""
-
-    @classmethod
-    @lru_cache(maxsize=256)
-    def parse(cls, model: str) -> "FakeChat":
-        """Reads the settings from a model's name; a name that is not `fake-chat` has the defaults.
-
-        Raises InputError naming a setting that is unknown or out of range.
-        """
-        name, colon, options = model.partition(":")
-        if name != "fake-chat" or not colon:
-            return cls()
-        known = [field.name for field in fields(cls)]
-        found: dict[str, float] = {}
-        for option in filter(None, options.split(",")):
-            key, _, value = option.partition("=")
-            try:
-                found[known[known.index(key)]] = float(value)
-            except ValueError:
-                raise InputError(
-                    f"model {model!r}: {option!r} is no setting of fake-chat; it has {', '.join(known)}, each a number"
-                ) from None
-        settings = cls(**found)
-        shares = [getattr(settings, name) for name in known if name != "words"]
-        if not (
-            1 <= settings.words <= 100_000
-            and all(0 <= share <= 1 for share in shares)
-            and settings.think + settings.inline_think <= 1
-            and sum(share for _, share in settings.quirks()) <= 1 + 1e-9
-        ):
-            raise InputError(
-                f"model {model!r}: fake-chat takes words from 1 to 100000 and shares from 0 to 1; think and "
-                f"inline_think are at most 1 together, and so are {', '.join(name for name, _ in settings.quirks())}"
-            )
-        return settings
-
-    def quirks(self) -> tuple[tuple[str, float], ...]:
-        """The quirks of which an answer has at most one, with their shares."""
-        names = ("refuse", "repeat", "empty", "foreign", "leak_think")
-        return tuple((name, getattr(self, name)) for name in names)
 
 
 def answer(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,12 +144,12 @@ def _share(text: str) -> float:
 
 
 def _draft(
-    body: Mapping[str, Any], asked: str, settings: FakeChat, draw: _Draw
+    body: Mapping[str, Any], asked: str, settings: FakeChat, draw: Draw
 ) -> tuple[str, str, Mapping[str, Any] | None]:
     """Reasoning, text, and the function that the text is the arguments of, before anything is cut."""
     thinks, odd = draw(), draw()
     thinking = thinks < settings.think + settings.inline_think
-    reasoning = _prose(asked, settings, draw) if thinking else ""
+    reasoning = prose(asked, settings.words, draw) if thinking else ""
     text, function = _said(body, asked, settings, draw, odd)
     if not thinking or thinks < settings.think:
         return reasoning, text, function
@@ -232,12 +157,12 @@ def _draft(
 
 
 def _said(
-    body: Mapping[str, Any], asked: str, settings: FakeChat, draw: _Draw, odd: float
+    body: Mapping[str, Any], asked: str, settings: FakeChat, draw: Draw, odd: float
 ) -> tuple[str, Mapping[str, Any] | None]:
     """Text, and the function that it is the arguments of; `odd`, from [0, 1), decides on the quirk."""
     if "<score>" in asked or "<winner>" in asked:
         verdict = "" if draw() < settings.bad_judge else _verdict(asked)
-        return f"{_sentence(draw)} {_sentence(draw)}{verdict}", None
+        return f"{sentence(draw)} {sentence(draw)}{verdict}", None
     quirk = ""
     for name, share in settings.quirks():
         odd -= share
@@ -248,22 +173,22 @@ def _said(
         case "empty":
             return "", None
         case "refuse":
-            return _pick(draw, _REFUSALS), None
+            return pick(draw, REFUSALS), None
         case "foreign":
-            return " ".join(_german(draw) for _ in range(max(2, round(_length(settings, draw) / 9)))), None
+            return german(settings.words, draw), None
         case "repeat":
-            return " ".join([_sentence(draw)] * max(12, round(settings.words / 2))), None
+            return " ".join([sentence(draw)] * max(12, round(settings.words / 2))), None
     function = _function(body)
     if function is not None:
-        return json.dumps(_instance({**(function.get("parameters") or {}), "type": "object"}, draw)), function
+        return json.dumps(instance({**(function.get("parameters") or {}), "type": "object"}, draw)), function
     text = _sum(asked, settings, draw)
     if text is None:
-        text = _structured(asked, draw)
+        text = structured(asked, draw)
     if text is None:
-        text = _prose(asked, settings, draw)
+        text = prose(asked, settings.words, draw)
     if quirk == "leak_think":
         words = text.split(" ")
-        words.insert(max(1, len(words) // 2), _pick(draw, ("</think>", "<|im_end|>")))
+        words.insert(max(1, len(words) // 2), pick(draw, ("</think>", "<|im_end|>")))
         text = " ".join(words)
     return text, None
 
@@ -309,7 +234,7 @@ def _logprobs(text: str, top: int) -> list[dict[str, Any]]:
     for place, token in enumerate(re.findall(r"\s*\S+(?:\s+\Z)?", text)):
         taken = -0.001 - 0.998 * _share(f"{place} {token}")
         rest = math.log(-math.expm1(taken))
-        others = [noun for noun in _NOUNS[place % 20 :] if noun != token.strip()]
+        others = [noun for noun in NOUNS[place % 20 :] if noun != token.strip()]
         ranked = [(token, taken), *((f" {other}", rest - k * math.log(2)) for k, other in enumerate(others, start=1))]
         entries.append({**_entry(token, taken), "top_logprobs": [_entry(*one) for one in ranked[:top]]})
     return entries
@@ -323,8 +248,6 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 _SCALE = re.compile(r"\bfrom (-?\d+) to (-?\d+)")
 _SUM = re.compile(r"(?<![\w.,])\d{1,9}(?: ?[+*×] ?\d{1,9}| - \d{1,9})+(?![.,]?\d|\w| ?[/^*+])")  # noqa: RUF001
-_FENCED = re.compile(r"```json\s*\n(.*?)\n\s*```", re.DOTALL)
-_FORMAT = re.compile(r"\b(YAML|XML|TOML|CSV)\b", re.IGNORECASE)
 
 
 def _between(text: str, tag: str) -> tuple[str, str]:
@@ -364,7 +287,7 @@ def _function(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return functions[0]
 
 
-def _sum(asked: str, settings: FakeChat, draw: _Draw) -> str | None:
+def _sum(asked: str, settings: FakeChat, draw: Draw) -> str | None:
     # What stands in a fenced block is a schema or data, not a question.
     found = _SUM.search(asked.partition("```")[0])
     if found is None:
@@ -373,223 +296,5 @@ def _sum(asked: str, settings: FakeChat, draw: _Draw) -> str | None:
     for sign, factors in re.findall(r"([+-]?)(\d+(?:\*\d+)*)", found[0].replace("×", "*").replace(" ", "")):  # noqa: RUF001
         value += (-1 if sign == "-" else 1) * math.prod(map(int, factors.split("*")))
     if draw() < settings.wrong:
-        value += _pick(draw, (1, -1)) * (1 + int(9 * draw()))
+        value += pick(draw, (1, -1)) * (1 + int(9 * draw()))
     return f"The answer is \\boxed{{{value}}}."
-
-
-def _structured(asked: str, draw: _Draw) -> str | None:
-    block = _FENCED.search(asked) if "```json" in asked else None
-    if block is None:
-        return None
-    prose = asked.replace(block[0], "")
-    named = _FORMAT.search(prose)  # before JSON: "as YAML, by this JSON schema" asks for YAML
-    if named is None and "json" not in prose.lower():
-        return None
-    try:
-        schema = json.loads(block[1])
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        return None
-    return _WRITERS[named[1].upper() if named else "JSON"](_instance(schema, draw))
-
-
-def _instance(schema: Mapping[str, Any], draw: _Draw) -> Any:
-    """A value of a JSON schema's type, within its enum and bounds; a keyword that is not named here has no effect."""
-    if "const" in schema:
-        return schema["const"]
-    if isinstance(schema.get("enum"), list) and schema["enum"]:
-        return _pick(draw, schema["enum"])
-    kinds = schema.get("type")
-    match next((kind for kind in kinds if kind != "null"), "null") if isinstance(kinds, list) else kinds:
-        case "object":
-            properties = schema.get("properties")
-            return {
-                key: _instance(part if isinstance(part, Mapping) else {}, draw)
-                for key, part in (properties.items() if isinstance(properties, Mapping) else ())
-            }
-        case "array":
-            least = _bound(schema, "minItems", 1)
-            size = int(min(_MAX_ITEMS, least + draw() * (1 + _bound(schema, "maxItems", least + 2) - least)))
-            items = schema.get("items")
-            return [_instance(items if isinstance(items, Mapping) else {}, draw) for _ in range(size)]
-        case "boolean":
-            return draw() < 0.5
-        case "null":
-            return None
-        case "integer":
-            low = math.ceil(_bound(schema, "minimum", _bound(schema, "exclusiveMinimum", 0) + 1))
-            high = math.floor(_bound(schema, "maximum", _bound(schema, "exclusiveMaximum", low + 100) - 1))
-            return min(low, high) + int(draw() * max(1, high - low + 1))
-        case "number":
-            least = _bound(schema, "minimum", _bound(schema, "exclusiveMinimum", 0))
-            most = _bound(schema, "maximum", _bound(schema, "exclusiveMaximum", least + 100))
-            return min(most, max(least, round(least + (most - least) * (0.1 + 0.8 * draw()), 3)))
-    return _string(schema, draw)
-
-
-def _bound(schema: Mapping[str, Any], keyword: str, default: float) -> float:
-    value = schema.get(keyword)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else default
-
-
-def _string(schema: Mapping[str, Any], draw: _Draw) -> str:
-    day = f"20{10 + int(20 * draw())}-0{1 + int(9 * draw())}-{10 + int(19 * draw())}"
-    name = f"{_pick(draw, _ADJECTIVES)} {_pick(draw, _NOUNS)}"
-    formats = {
-        "date": day,
-        "date-time": f"{day}T08:30:00Z",
-        "email": f"{name.replace(' ', '.')}@example.org",
-        "uri": f"https://example.org/{name.replace(' ', '/')}",
-    }
-    text = formats.get(str(schema.get("format")), name)
-    least = min(_MAX_ITEMS, int(_bound(schema, "minLength", 0)))
-    return text.ljust(least, "x")[: max(0, int(_bound(schema, "maxLength", 1e6)))]
-
-
-# ------------------------------------------------------------------------------------------------------------- formats
-
-# Not one of the words that YAML reads as something else. ASCII, or [a-z] would match the dotted capital I of Turkish.
-_BARE = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)\Z)[a-z_][a-z0-9_-]*", re.IGNORECASE | re.ASCII)
-
-
-def _scalar(value: Any) -> str:
-    """JSON, which YAML reads too, and TOML where it is neither null nor an object."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _key(key: str) -> str:
-    return key if _BARE.fullmatch(key) else _scalar(key)
-
-
-def _yaml(value: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for key, item in value.items():
-        if isinstance(item, dict) and item:
-            yield f"{indent}{_key(key)}:"
-            yield from _yaml(item, indent + "  ")
-        elif isinstance(item, list) and item:
-            yield f"{indent}{_key(key)}:"
-            yield from (f"{indent}  - {_scalar(one)}" for one in item)
-        else:
-            yield f"{indent}{_key(key)}: {_scalar(item)}"
-
-
-def _toml(value: Mapping[str, Any]) -> Iterator[str]:
-    pairs = [(key, item) for key, item in value.items() if item is not None]  # TOML has no null
-    yield from (f"{_key(key)} = {_toml_value(item)}" for key, item in pairs if not isinstance(item, dict))
-    for key, item in pairs:
-        if isinstance(item, dict):
-            yield f"\n[{_key(key)}]"
-            yield from (f"{_key(k)} = {_toml_value(v)}" for k, v in item.items() if v is not None)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None) + "}"
-    return f"[{', '.join(map(_toml_value, value))}]" if isinstance(value, list) else _scalar(value)
-
-
-def _xml(value: Any, name: str, indent: str = "") -> Iterator[str]:
-    tag = re.sub(r"\A(?![A-Za-z_])", "_", re.sub(r"[^A-Za-z0-9_.-]", "_", name))
-    if isinstance(value, dict | list):
-        yield f"{indent}<{tag}>"
-        for key, item in value.items() if isinstance(value, dict) else (("item", item) for item in value):
-            yield from _xml(item, key, indent + "  ")
-        yield f"{indent}</{tag}>"
-    else:
-        yield f"{indent}<{tag}>{escape(_plain(value))}</{tag}>"
-
-
-def _plain(value: Any) -> str:
-    """A value where there are no types: text as it is, lists joined, null empty."""
-    if isinstance(value, list):
-        return "; ".join(map(_plain, value))
-    return value if isinstance(value, str) else "" if value is None else _scalar(value)
-
-
-def _csv(value: Mapping[str, Any]) -> str:
-    """A header and one row; the fields of an object get columns of their own, `address.city`."""
-    row: dict[str, Any] = {}
-    for key, item in value.items():
-        row |= {f"{key}.{k}": v for k, v in item.items()} if isinstance(item, dict) else {key: item}
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([list(row), [_plain(item) for item in row.values()]])
-    return text.getvalue().rstrip("\n")
-
-
-_WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "JSON": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
-    "YAML": lambda value: "\n".join(_yaml(value)) or "{}",
-    "TOML": lambda value: "\n".join(_toml(value)).lstrip("\n"),
-    "XML": lambda value: "\n".join(_xml(value, "document")),
-    "CSV": _csv,
-}
-
-# --------------------------------------------------------------------------------------------------------------- words
-
-
-def _pick(draw: _Draw, things: Sequence[Any]) -> Any:
-    return things[int(draw() * len(things))]
-
-
-def _length(settings: FakeChat, draw: _Draw) -> float:
-    return settings.words * (0.5 + draw())
-
-
-def _prose(asked: str, settings: FakeChat, draw: _Draw) -> str:
-    words = _length(settings, draw)
-    named = _NAMED.findall(asked[:400])
-    sentences = [f'As for "{_pick(draw, named)}", {_clause(draw)}.' if named else _sentence(draw)]
-    so_far = len(sentences[0].split())
-    while so_far < words - 5:  # half a sentence, so that the mean is met
-        sentences.append(_sentence(draw))
-        so_far += sentences[-1].count(" ") + 1
-    return " ".join(sentences)
-
-
-def _sentence(draw: _Draw) -> str:
-    form = draw()
-    if form < 0.5:
-        return f"The {_pick(draw, _ADJECTIVES)}{_clause(draw)[3:]} {_pick(draw, _ENDS)}."
-    if form < 0.75:
-        return f"{_pick(draw, _ENDS).capitalize()}, {_clause(draw)}."
-    return f"{_clause(draw).capitalize()}, and {_clause(draw)}."
-
-
-def _clause(draw: _Draw) -> str:
-    return f"the {_pick(draw, _NOUNS)} {_pick(draw, _VERBS)} {_pick(draw, _OBJECTS)}"
-
-
-def _german(draw: _Draw) -> str:
-    return " ".join(_pick(draw, part) for part in _GERMAN) + "."
-
-
-_NAMED = re.compile(r"\b[A-Za-z]{6,}\b")
-_ADJECTIVES, _NOUNS, _VERBS, _ENDS = (
-    line.strip().split("|")
-    for line in """
-small|quiet|bright|narrow|wooden|early|simple|heavy|common|gentle|steady|curious|distant|patient|clear|careful|golden|\
-broken|hidden|modern|northern|open|rapid|silver|sturdy|tall|warm|young|fresh|plain
-garden|river|teacher|bridge|letter|engine|market|window|kitchen|village|harbour|doctor|planet|picture|forest|method|\
-question|record|winter|station|reader|island|painter|number|valley|journey|teapot|lantern|signal|captain|basket|theory|\
-sailor|museum|ladder|orchard|compass|student|meadow|carpenter|blanket|archive|pattern|machine|neighbour|recipe|clock|\
-mountain|farmer|library
-follows|carries|explains|repairs|describes|measures|crosses|supports|compares|finds|keeps|paints|brings|reaches|opens|\
-answers|holds|improves|changes|protects|counts|remembers|visits|shows|joins
-before noon|in the spring|after a short walk|with great care|near the old wall|for many years|at the end of the day|\
-without any noise|on most days|from one side to the other|every second week|in a few steps|under the same roof|\
-by the light of a lamp|during a long evening|with the help of a friend|as the notes say|a little later
-""".strip().splitlines()
-)
-_OBJECTS = [f"the {adjective} {noun}" for adjective in _ADJECTIVES for noun in _NOUNS]
-_GERMAN = (
-    ("Der alte Lehrer", "Die junge Gärtnerin", "Das kleine Dorf", "Ein ruhiger Nachbar", "Die neue Brücke"),
-    ("zeigt", "beschreibt", "verbindet", "erklärt", "findet", "verändert"),
-    ("den langen Weg", "die einfache Frage", "das große Fenster", "den schönen Garten", "die schwere Aufgabe"),
-    ("am frühen Morgen", "nach einer kurzen Pause", "ohne jede Eile", "im nächsten Frühling", "mit großer Geduld"),
-)
-_REFUSALS = (
-    "I'm sorry, but I can't help with that.",
-    "I cannot assist with this request.",
-    "I'm sorry, but I am unable to help with that request.",
-)

@@ -15,6 +15,8 @@ from mopdctl.errors import InputError
 
 _PATHS = {"chat": "/chat/completions", "pooling": "/pooling"}
 _KEPT_ERROR_BYTES = 4096
+_SHORTEST_SECRET = 16
+"""Keys below are placeholders that local servers want, and may be words of an answer."""
 
 
 class OpenAIServer:
@@ -28,6 +30,7 @@ class OpenAIServer:
         self._base_url = base_url
         self._timeout_s = timeout_s
         self._secrets: tuple[str, ...] = ()
+        self._real_key = False
         headers = {"Content-Type": "application/json", "User-Agent": f"mopdctl/{__version__}"}
         if api_key_env is not None:
             api_key = os.environ.get(api_key_env, "").strip()
@@ -37,7 +40,9 @@ class OpenAIServer:
                 raise InputError(f"environment variable {api_key_env}: holds characters that no header can carry")
             headers["Authorization"] = f"Bearer {api_key}"
             self._secrets = tuple({api_key, json.dumps(api_key)[1:-1], api_key.replace("/", "\\/")})
+            self._real_key = len(api_key) >= _SHORTEST_SECRET
         self._headers = headers
+        self._has_answered = False
         self._session: aiohttp.ClientSession | None = None
 
     async def complete(self, body: dict[str, Any], *, key: str, kind: str = "chat") -> Reply:
@@ -67,11 +72,16 @@ class OpenAIServer:
             return self._document(raw)
         text = self._clean(raw[:_KEPT_ERROR_BYTES].decode("utf-8", "replace"))
         wait = retry_after_s(headers.get("Retry-After"), now=time.time())
-        return Reply(None, json.dumps(text).encode(), _kind(status, text), status, wait, f"{status}: {_message(text)}")
+        failure = _kind(status, text)
+        if status in (403, 404, 405, 410) and self._has_answered:
+            failure = "rejected"  # this one request, a forbidden prompt say: others were answered
+        return Reply(None, json.dumps(text).encode(), failure, status, wait, f"{status}: {_message(text)}")
 
     def _document(self, raw: bytes) -> Reply:
         try:
-            text = self._clean(raw.decode("utf-8"))
+            text = raw.decode("utf-8")
+            if self._real_key:  # `EMPTY` and the like are words that an answer may hold
+                text = self._clean(text)
             document = json.loads(text)
             if not isinstance(document, dict):
                 raise ValueError("no JSON object")
@@ -79,6 +89,10 @@ class OpenAIServer:
             kept = self._clean(raw[:_KEPT_ERROR_BYTES].decode("utf-8", "replace"))
             detail = f"200 with a body that is not a JSON object ({str(error).splitlines()[0]})"
             return Reply(None, json.dumps(kept).encode(), "malformed", 200, detail=detail)
+        if document.get("error") and not document.get("choices") and not document.get("data"):
+            detail = f"200 with an error: {_message(self._clean(text))}"
+            return Reply(None, json.dumps(self._clean(text)).encode(), "server_error", 200, detail=detail)
+        self._has_answered = True
         return Reply(document, text.encode(), status=200)
 
     def _clean(self, text: str) -> str:
@@ -109,7 +123,7 @@ def _message(text: str) -> str:
         message = found["message"] if isinstance(found, dict) else found
     except (ValueError, KeyError, TypeError, RecursionError):
         message = text
-    return " ".join(str(message).split())[:200]
+    return " ".join(str(message).encode("utf-8", "replace").decode().split())[:200]
 
 
 def retry_after_s(value: str | None, *, now: float) -> float | None:

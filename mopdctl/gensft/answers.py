@@ -240,7 +240,7 @@ def _text(source: Mapping[str, Any], field: str) -> str:
 
 def _count(usage: Any, field: str) -> int | None:
     value = usage.get(field) if isinstance(usage, Mapping) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def _one_line(text: str) -> str:

@@ -20,8 +20,10 @@ from mopdctl.engines.pace import Pace, backoff_s
 from mopdctl.errors import MopdctlError
 from mopdctl.gensft.journal import Journal
 
-_CHARS_PER_TOKEN = 3.5
+_BYTES_PER_TOKEN = 3.5
 """For estimates before a server has counted."""
+_TEMPLATE_TOKENS = 32
+"""What a chat template may add to a message."""
 _DOWN_AFTER_FAILURES = 20
 _PATIENCE_S = 3600.0
 """A member that answers 429 for so long and nothing else is down."""
@@ -51,7 +53,8 @@ class Party:
     price: Price | None
     max_attempts: int
     failures_in_a_row: int = 0
-    last_answer_at: float = field(default_factory=time.monotonic)
+    limited_since: float | None = None
+    """When its first 429 came after which nothing else did."""
     down: str = ""
     """Why it answers nothing any more; empty while it does."""
 
@@ -85,16 +88,19 @@ class Spending:
         """Gives back what was set aside."""
         self.reserve(-cost, -tokens)
 
-    def add(self, document: Mapping[str, Any], price: Price | None) -> int:
-        """Books an answer; returns its tokens."""
+    def add(self, document: Mapping[str, Any], price: Price | None, most: tuple[float, int]) -> int:
+        """Books an answer and returns its tokens; where the server did not count them, the most it can have taken."""
         prompt, completion = usage(document)
-        total = (prompt or 0) + (completion or 0)
-        self.tokens += total
-        if price is None or prompt is None or completion is None:
+        if prompt is None or completion is None:
+            self.unpriced += 1
+            self.cost, self.tokens = self.cost + most[0], self.tokens + most[1]
+            return 0
+        self.tokens += prompt + completion
+        if price is None:
             self.unpriced += 1
         else:
             self.cost += price.cost_usd(prompt, completion)
-        return total
+        return prompt + completion
 
 
 @dataclass(slots=True)
@@ -117,14 +123,34 @@ def usage(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Prompt and answer tokens as the server counted them; None where it did not."""
     found = document.get("usage")
     counts = [found.get(name) if isinstance(found, dict) else None for name in ("prompt_tokens", "completion_tokens")]
-    prompt, completion = (c if isinstance(c, int) and not isinstance(c, bool) and c >= 0 else None for c in counts)
+    prompt, completion = (c if type(c) is int and 0 <= c < 2**53 else None for c in counts)
     return prompt, completion
 
 
-def estimated_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
-    """Prompt tokens, guessed from the length of the text, and the most that the answer may have (4096 if unbounded)."""
-    chars = sum(len(str(m.get("content") or "")) + 16 for m in body["messages"]) + len(str(body.get("tools") or ""))
-    return int(chars / _CHARS_PER_TOKEN), int(body.get("max_tokens") or 4096)
+def estimated_prompt_tokens(body: Mapping[str, Any]) -> int:
+    """Prompt tokens as the length of the text lets one guess."""
+    return int(_prompt_bytes(body) / _BYTES_PER_TOKEN)
+
+
+def most_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
+    """The most prompt and answer tokens that a request can take: a token has at least one byte.
+
+    An answer without a limit of its own counts as 4096; budgets are refused where there is none.
+    """
+    return _prompt_bytes(body), int(body.get("max_completion_tokens") or body.get("max_tokens") or 4096)
+
+
+def _prompt_bytes(body: Mapping[str, Any]) -> int:
+    said = sum(
+        len(str(m.get("content") or "").encode()) + len(str(m.get("tool_calls") or "")) for m in body["messages"]
+    )
+    return said + _TEMPLATE_TOKENS * len(body["messages"]) + len(str(body.get("tools") or "").encode())
+
+
+def most_of(body: Mapping[str, Any], price: Price | None) -> tuple[float, int]:
+    """The most USD and tokens that a request can take."""
+    prompt, completion = most_tokens(body)
+    return (price.cost_usd(prompt, completion) if price else 0.0), prompt + completion
 
 
 def answered(chain: tuple[Request, ...], journal: Journal) -> bool:
@@ -239,8 +265,7 @@ class Asking:
     async def _request(self, request: Request, party: Party, progress: Progress) -> bool:
         """Tries until there is an answer (True) or it is given up (False)."""
         failures = tries = 0
-        prompt_tokens, max_tokens = estimated_tokens(request.body)
-        most = (party.price.cost_usd(prompt_tokens, max_tokens) if party.price else 0.0, prompt_tokens + max_tokens)
+        most = most_of(request.body, party.price)
         while not party.down and not self._stopping:
             taken_at = await party.pace.slot()
             outcome: Literal["answered", "limited", "failed"] = "failed"
@@ -250,11 +275,11 @@ class Asking:
                     return False
                 tries += 1
                 try:
-                    reply = await self._send(request, party, tries)
+                    reply = await self._send(request, party, tries, most)
                 finally:
                     self._spending.release(*most)
                 if reply.document is not None:
-                    outcome, tokens = "answered", self._spending.add(reply.document, party.price)
+                    outcome, tokens = "answered", self._spending.add(reply.document, party.price, most)
                 elif reply.error == "rate_limited":
                     outcome = "limited"
             finally:
@@ -263,7 +288,7 @@ class Asking:
             progress.states[reply.error or "ok"] += 1
             progress.tokens += tokens
             if reply.document is not None or reply.error == "rejected":
-                party.failures_in_a_row, party.last_answer_at = 0, time.monotonic()
+                party.failures_in_a_row, party.limited_since = 0, None
                 return reply.document is not None
             self._watch(party, reply)
             if outcome == "limited" or party.down:
@@ -274,7 +299,7 @@ class Asking:
             await asyncio.sleep(max(backoff_s(failures, self._rng), min(reply.retry_after_s or 0.0, 120.0)))
         return False
 
-    async def _send(self, request: Request, party: Party, attempt: int) -> Reply:
+    async def _send(self, request: Request, party: Party, attempt: int, most: tuple[float, int]) -> Reply:
         """One attempt, with its two lines in the journal. It is not cancelled by `stop`."""
         self._journal.sent(request.key)
         self._sending.add(asyncio.current_task())
@@ -283,7 +308,9 @@ class Asking:
             reply = await party.engine.complete(request.body, key=request.key, kind=request.kind)
         finally:
             self._sending.discard(asyncio.current_task())
-        more = {"h": reply.status} if reply.status not in (None, 200) else {}
+        more: dict[str, Any] = {"h": reply.status} if reply.status not in (None, 200) else {}
+        if reply.document is not None and None in usage(reply.document):
+            more["w"] = most  # what a budget has to count for it
         self._journal.add(
             request.key,
             reply.error or "ok",
@@ -303,7 +330,8 @@ class Asking:
         if reply.error == "unusable":
             party.down = reply.detail
         elif reply.error == "rate_limited":
-            if time.monotonic() - party.last_answer_at > _PATIENCE_S:
+            party.limited_since = party.limited_since or time.monotonic()
+            if time.monotonic() - party.limited_since > _PATIENCE_S:
                 party.down = f"nothing but 429 for {_PATIENCE_S:.0f} s"
         else:
             party.failures_in_a_row += 1

@@ -35,6 +35,8 @@ class Assessed:
     """Sample index to the rules that the answer fails, each with its reason; empty lists are left out."""
     selection: Selection
     reference: Judged | None
+    missing: int = 0
+    """Verdicts and reference answers that nobody gave although they were asked for: a later run asks again."""
     verdicts: Verdicts | None = None
     responses: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     """Request key to alias and raw response of everything that was paid for: answers and verdicts."""
@@ -69,7 +71,7 @@ class Assessor:
 
     def assess(self, seed: Seed) -> Assessed:
         """Everything about one seed."""
-        candidates, reference, answers, failures, responses = self._passing(seed)
+        candidates, reference, answers, failures, responses, missing = self._passing(seed)
         asked = list(self._judging(seed, candidates, reference))
         lines = [self._journal.get(request.key) for request, _ in asked]
         raws = [line["r"] if line and line["s"] == "ok" else None for line in lines]
@@ -88,7 +90,8 @@ class Assessor:
 
         against = judged(reference) if reference else None
         selection = select([judged(c) for c in candidates], self._config.selection(seed.domain), reference=against)
-        return Assessed(answers, failures, selection, against, said, responses)
+        missing += sum(line is None for line in lines)
+        return Assessed(answers, failures, selection, against, missing, said, responses)
 
     def _judging(
         self, seed: Seed, candidates: list[Judged], reference: Judged | None
@@ -113,12 +116,14 @@ class Assessor:
         list[Answer],
         dict[int, list[tuple[str, str]]],
         dict[str, tuple[str, dict[str, Any]]],
+        int,
     ]:
-        """Candidates that pass the rules and the reference, verified; all answers; failed rules; raw responses."""
+        """Candidates and reference, verified; all answers; failed rules; raw responses; 1 if the reference failed."""
         route = self._router.route(seed)
         answers: list[Answer] = []
         candidates: list[Judged] = []
         reference = None
+        missing = 0
         failures: dict[int, list[tuple[str, str]]] = {}
         responses: dict[str, tuple[str, dict[str, Any]]] = {}
         for index, chain in self._router.chains(seed):
@@ -128,6 +133,7 @@ class Assessor:
             if index == REFERENCE:
                 if answer.state == "ok":
                     reference = _verified(seed, answer)
+                missing += answer.state in ("infra_error", "pending")
                 continue
             answers.append(answer)
             if answer.state in UNANSWERED:
@@ -150,7 +156,7 @@ class Assessor:
                 failures[index] = failed
             else:
                 candidates.append(_verified(seed, answer))
-        return candidates, reference, answers, failures, responses
+        return candidates, reference, answers, failures, responses, missing
 
     def _answer(self, index: int, chain: tuple[Request, ...]) -> tuple[Answer, dict[str, Any] | None]:
         """The first answer of a chain, with its raw response."""

@@ -19,16 +19,18 @@ from mopdctl.config.gensft import GenConfig
 from mopdctl.gensft import decontaminate
 from mopdctl.gensft.ask import usage
 from mopdctl.gensft.assess import UNANSWERED, Assessed, Assessor
-from mopdctl.gensft.decontaminate import Document
-from mopdctl.gensft.dedup import SignatureWriter, find_duplicates
-from mopdctl.gensft.judge import JudgeReport
+from mopdctl.gensft.dedup import find_duplicates
+from mopdctl.gensft.judge_report import JudgeReport
+from mopdctl.gensft.question_index import build_index
+from mopdctl.gensft.question_parts import Document
 from mopdctl.gensft.records import Answer, Seed
 from mopdctl.gensft.routing import Router
 from mopdctl.gensft.rows import compact, conversation, make_row, row_id, text_of
+from mopdctl.gensft.signatures import SignatureWriter
 from mopdctl.gensft.write import SplitWriter, split_of
 
-_REJECTED_ALARM = 0.1
-"""Share of requests that no server takes from which something is wrong with all of them."""
+_FAILED_ALARM = 0.1
+"""Share of requests that are rejected, or of answers that cannot be read, from which more is wrong than a row."""
 _SAME_ANSWERS_ALARM = 0.5
 """Share of seeds whose answers are all equal from which a server that ignores the seed is suspected."""
 
@@ -186,9 +188,10 @@ class _Gather:
         self._config, self._committee, self._router = config, committee, router
         self._report, self._quarantine = report, quarantine
         self._answers, self._rules, self._chosen = report.stages
+        self._missing = 0
         self._panels: dict[int, JudgeReport] = {}
         self._several = self._all_same = 0
-        self._first_rejection = ""
+        self._first_failure: dict[str, str] = {}
 
     def rows(self, seed: Seed, assessed: Assessed) -> Iterator[tuple[dict[str, Any], float | None]]:
         """The rows of one seed, each with its score."""
@@ -196,6 +199,7 @@ class _Gather:
         for alias, raw in assessed.responses.values():
             self._pay(alias, raw)
         self._count_answers(seed, assessed)
+        self._missing += assessed.missing
         if assessed.verdicts is not None and (panel := self._config.panel(seed.domain)) is not None:
             self._panels.setdefault(self._config.judges.index(panel), JudgeReport()).add(assessed.verdicts)
         for answer in assessed.answers:
@@ -241,8 +245,8 @@ class _Gather:
             if answer.state in UNANSWERED:
                 self._answers.dropped[answer.state] += 1
                 self._report.complete &= answer.state not in ("pending", "infra_error")
-                if answer.state == "rejected":
-                    self._first_rejection = self._first_rejection or answer.detail
+                if answer.state in ("rejected", "malformed"):
+                    self._first_failure.setdefault(answer.state, answer.detail)
                 entry = _entry(seed, answer) | {"state": answer.state, "detail": answer.detail}
                 self._quarantine.add("unanswered", entry)
         said = {
@@ -259,10 +263,17 @@ class _Gather:
         for number, panel in sorted(self._panels.items()):
             self._report.judges.append({"panel": number} | panel.document())
             self._report.warnings += panel.warnings()
-        if (count := self._answers.dropped["rejected"]) > _REJECTED_ALARM * self._answers.entered:
+        if self._missing:
+            self._report.complete = False
             self._report.warnings.append(
-                f"{count} of {self._answers.entered} requests were rejected, the first with: {self._first_rejection}"
+                f"{self._missing} verdicts or reference answers are missing, since nobody gave them; the same command "
+                "asks for them again"
             )
+        for state, why in self._first_failure.items():
+            if (count := self._answers.dropped[state]) > _FAILED_ALARM * self._answers.entered:
+                self._report.warnings.append(
+                    f"{count} of {self._answers.entered} answers are {state}, the first: {why}"
+                )
         if self._several >= 10 and self._all_same > _SAME_ANSWERS_ALARM * self._several:
             self._report.warnings.append(
                 f"all answers are equal for {self._all_same} of {self._several} prompts that were asked several times; "
@@ -338,7 +349,7 @@ def _without_questions(
     report.stages.append(counts)
     if not settings.tasks and not settings.files:
         return keep
-    index = decontaminate.build_index(
+    index = build_index(
         documents, ngram=settings.ngram, allow=allow, max_document_frequency=settings.max_document_frequency
     )
 
@@ -384,3 +395,5 @@ def _write(rows: _Lines, keep: NDArray[np.bool_], folder: Path, config: GenConfi
             report.shapes["".join(message["role"][0].upper() for message in row["messages"])] += 1
             report.licenses[row["license"] or "unknown", row["generator_license"] or "unknown"] += 1
     report.splits = {name: writer.rows for name, writer in splits.items()}
+    if not any(report.splits.values()):
+        report.warnings.append("no row is left; the counts of the stages say where they went")

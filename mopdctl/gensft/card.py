@@ -1,5 +1,6 @@
 """The data set's manifest and its card. Neither holds a time: the same data set gives the same bytes."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,20 +11,23 @@ from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.gensft.build import Quarantine, Report
+from mopdctl.gensft.plan import Plan
 
 
-def manifest(
-    record: dict[str, Any], report: Report, folder: Path, *, seeds: int, plan: dict[str, Any]
-) -> dict[str, Any]:
+def manifest(record: dict[str, Any], report: Report, folder: Path, *, plan: Plan) -> dict[str, Any]:
     """What the data set is made of, its counts and its files' digests. Also writes the seeds' quarantine file."""
-    quarantined = plan["quarantined"]
     bad = Quarantine(folder / "quarantine")
-    for entry in quarantined:
+    for entry in plan.quarantined:
         bad.add("seeds", entry)
     bad.close()
     files = sorted(p for p in folder.rglob("*") if p.is_file())
-    reasons = Counter(re.split(r" \(|:", entry["reason"])[0] for entry in quarantined)
-    first = {"stage": "seeds", "in": seeds + len(quarantined), "out": seeds, "dropped": dict(sorted(reasons.items()))}
+    reasons = Counter(re.split(r" \(|:", entry["reason"])[0] for entry in plan.quarantined)
+    first = {
+        "stage": "seeds",
+        "in": plan.seeds + len(plan.quarantined),
+        "out": plan.seeds,
+        "dropped": dict(sorted(reasons.items())),
+    }
     costs = [tally.cost_usd for tally in report.members.values()]
     return {
         "schema": "mopdctl.dataset/1",
@@ -32,7 +36,7 @@ def manifest(
         "fingerprint": fingerprint(record),
         "complete": report.complete,
         "rows": report.splits,
-        "seeds_read": plan["read"],
+        "seeds_read": plan.read,
         "stages": [first, *(stage.document() for stage in report.stages)],
         "domains": dict(sorted(report.domains.items())),
         "shapes": dict(report.shapes.most_common(20)),
@@ -65,7 +69,7 @@ def card(config: GenConfig, committee: CommitteeFile, document: dict[str, Any]) 
     splits = [name for name in ("train", "validation") if document["rows"].get(name)]
     head = [
         "---",
-        f"license: {config.write.license or 'other'}",
+        f"license: {json.dumps(config.write.license or 'other')}",
         "task_categories:",
         "- text-generation",
         "tags:",
@@ -143,7 +147,7 @@ def card(config: GenConfig, committee: CommitteeFile, document: dict[str, Any]) 
     if document["decontamination"]:
         body += ["## Decontamination", "", _decontamination(document), ""]
     if document["warnings"]:
-        body += ["## Warnings", "", *(f"- {line}" for line in document["warnings"]), ""]
+        body += ["## Warnings", "", *(f"- {_cell(line)}" for line in document["warnings"]), ""]
     return "\n".join([*head, "", *body])
 
 
@@ -195,4 +199,6 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split()) or "-"
+    """Text of others (servers, seeds, names) as plain words: no markup of theirs, no line break."""
+    escaped = "".join("\\" + c if c in "\\`*_[]|!" else c for c in text.replace("&", "&amp;").replace("<", "&lt;"))
+    return " ".join(escaped.split()) or "-"

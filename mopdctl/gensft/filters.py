@@ -7,15 +7,11 @@ changes nothing, so that each dropped row can stand in the quarantine file with 
 
 import difflib
 import re
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from mopdctl.errors import InputError
-from mopdctl.gensft.answers import is_json_object, text_of
 from mopdctl.gensft.languages import (
     check_languages,
     foreign_language,
@@ -24,8 +20,19 @@ from mopdctl.gensft.languages import (
     names_source,
     refusal,
 )
-
-Row = Mapping[str, Any]
+from mopdctl.gensft.repetition import MOST_IN_A_ROW, least_ratio, repeated
+from mopdctl.gensft.turns import (
+    Row,
+    answer_of,
+    arguments_of,
+    calls_of,
+    content_of,
+    messages_of,
+    reasoning_of,
+    role_order,
+    tool_pairing,
+    tool_schema,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,6 @@ class FilterSettings:
     """Licences of seed and member that may stand in the data set; None allows all, unknown ones too."""
     require_training_terms: bool = False
     """Whether `outputs_may_train` of the row, the member's terms, has to be true."""
-    allow_control_tokens: bool = False
     refusal_patterns: tuple[str, ...] = ()
     """More regular expressions, searched in the whole answer whatever the case."""
     leakage_patterns: tuple[str, ...] = ()
@@ -93,11 +99,6 @@ def all_failures(row: Row, settings: FilterSettings) -> list[tuple[str, str]]:
     ]
 
 
-def role_histogram(rows: Iterable[Row]) -> Counter[str]:
-    """How many rows have which sequence of roles, such as `user assistant`."""
-    return Counter(" ".join(str(message.get("role")) for message in _messages(row)) for row in rows)
-
-
 def _truncated(row: Row, _: FilterSettings) -> str | None:
     if row.get("answer_state") == "truncated" or row.get("finish_reason") in ("length", "max_tokens"):
         return "cut at the token limit"
@@ -108,8 +109,8 @@ def _empty(row: Row, _: FilterSettings) -> str | None:
     state = row.get("answer_state")
     if state not in (None, "ok", "truncated", "refused"):
         return f"the answer is {state}"
-    answer = _answer(row)
-    if answer and not _content(answer[-1]).strip() and not _calls(answer[-1]):
+    answer = answer_of(row)
+    if answer and not content_of(answer[-1]).strip() and not calls_of(answer[-1]):
         return "neither text nor a tool call"
     return None
 
@@ -117,8 +118,8 @@ def _empty(row: Row, _: FilterSettings) -> str | None:
 def _refusal(row: Row, settings: FilterSettings) -> str | None:
     if row.get("answer_state") == "refused" or row.get("finish_reason") == "content_filter":
         return "refused by the server"
-    for message in _answer(row):
-        text = _content(message)
+    for message in answer_of(row):
+        text = content_of(message)
         if words := refusal(text) or _found(settings.refusal_patterns, text):
             return f"refuses: {_quoted(words)}"
     return None
@@ -128,8 +129,8 @@ _THINK = re.compile(r"</?think|think>|\[/?think\]|◁/?think▷|<\|(?:begin|end)
 
 
 def _think_leak(row: Row, _: FilterSettings) -> str | None:
-    for message in _messages(row):
-        text = _content(message).lower()
+    for message in messages_of(row):
+        text = content_of(message).lower()
         if message.get("role") != "assistant" or not ("think" in text or "thought" in text):
             continue
         if found := _THINK.search(text):
@@ -148,15 +149,13 @@ _CONTROL = re.compile(
 _CALL_MARKUP = re.compile(r"</?tool_calls?>|</?function_calls?>|<function=|<invoke name=|<\|?tool_sep\|?>")
 
 
-def _control_tokens(row: Row, settings: FilterSettings) -> str | None:
-    if settings.allow_control_tokens:
-        return None
-    for number, message in enumerate(_messages(row)):
-        written = [_content(message), _reasoning(message), *(_arguments(call) for call in _calls(message))]
+def _control_tokens(row: Row, _: FilterSettings) -> str | None:
+    for number, message in enumerate(messages_of(row)):
+        written = [content_of(message), reasoning_of(message), *(arguments_of(call) for call in calls_of(message))]
         for text in written:
             if ("<" in text or "[" in text) and (found := _CONTROL.search(text)):
                 return f"{found[0]!r} in message {number}"
-        if message.get("role") != "assistant" or not (row.get("tools") or _calls(message)):
+        if message.get("role") != "assistant" or not (row.get("tools") or calls_of(message)):
             continue
         if "<" in written[0] and (found := _CALL_MARKUP.search(written[0])):
             return f"{found[0]!r} in the text of message {number}: a tool call that was not parsed"
@@ -164,10 +163,10 @@ def _control_tokens(row: Row, settings: FilterSettings) -> str | None:
 
 
 def _leakage(row: Row, settings: FilterSettings) -> str | None:
-    for message in _answer(row):
-        text = _content(message)
+    for message in answer_of(row):
+        text = content_of(message)
         if words := mentions_source(text):
-            asked = (_content(other) for other in _messages(row) if other.get("role") != "assistant")
+            asked = (content_of(other) for other in messages_of(row) if other.get("role") != "assistant")
             if not any(map(names_source, asked)):  # who is given a text may speak of it
                 return f"speaks of a text that the row does not hold: {_quoted(words)}"
         if words := mentions_self(text) or _found(settings.leakage_patterns, text):
@@ -175,86 +174,10 @@ def _leakage(row: Row, settings: FilterSettings) -> str | None:
     return None
 
 
-# Which turn may follow which.
-_FOLLOWS = {
-    "the beginning": ("system", "developer", "user"),
-    "system": ("user",),
-    "developer": ("user",),
-    "user": ("assistant", "assistant with calls"),
-    "assistant": ("user",),
-    "assistant with calls": ("tool",),
-    "tool": ("tool", "assistant", "assistant with calls"),
-}
-
-
-def _role_order(row: Row, _: FilterSettings) -> str | None:
-    messages = row.get("messages")
-    if not isinstance(messages, list | tuple) or not messages:
-        return "no messages"
-    before = "the beginning"
-    for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, Mapping) else None
-        turn = "assistant with calls" if role == "assistant" and _calls(message) else role
-        if turn not in _FOLLOWS[before]:
-            return f"message {number} is {'of no role' if role is None else role}, after {before}"
-        before = turn
-    return None if before in ("assistant", "assistant with calls") else f"the last message is {before}"
-
-
-def _tool_pairing(row: Row, _: FilterSettings) -> str | None:
-    tools = row.get("tools")
-    known = [_function(tool).get("name") for tool in tools] if isinstance(tools, list | tuple) else []
-    waiting: list[str] = []
-    messages = _messages(row)
-    for number, message in enumerate(messages):
-        if message.get("role") == "tool":
-            if (call_id := message.get("tool_call_id")) not in waiting:
-                return f"message {number} is the result of no open call ({call_id!r})"
-            waiting.remove(call_id)
-            continue
-        if waiting:
-            return f"no result for the call {waiting[0]!r}"
-        for call in _calls(message):
-            name, call_id = _function(call).get("name"), call.get("id") if isinstance(call, Mapping) else None
-            if not isinstance(call_id, str) or not call_id:
-                return f"message {number} calls {name!r} without an id"
-            if call_id in waiting:
-                return f"message {number} has two calls with the id {call_id!r}"
-            if name not in known:
-                return f"message {number} calls {name!r}, which is not among the tools"
-            if not is_json_object(_arguments(call)):
-                return f"message {number}: the arguments of {name!r} are not the text of a JSON object"
-            waiting.append(call_id)
-    # A row may end with calls, but not with the results of some of them.
-    return f"no result for the call {waiting[0]!r}" if waiting and messages[-1].get("role") == "tool" else None
-
-
-def _tool_schema(row: Row, _: FilterSettings) -> str | None:
-    tools = row.get("tools")
-    if tools is None:
-        return None
-    if not isinstance(tools, list | tuple):
-        return f"'tools' is a {type(tools).__name__} where a list is needed"
-    names = set()
-    for number, tool in enumerate(tools):
-        function = _function(tool)
-        name = function.get("name")
-        if not isinstance(name, str) or not name or tool.get("type", "function") != "function":
-            return f"tool {number} is no function with a name"
-        if name in names:
-            return f"two tools are called {name!r}"
-        names.add(name)
-        parameters = function.get("parameters") or {}
-        # A property without a schema (null) is common and allows any value.
-        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties") or {}, Mapping):
-            return f"the parameters of tool {name!r} are no object schema"
-    return None
-
-
 def _language(row: Row, settings: FilterSettings) -> str | None:
     if not settings.languages:
         return None
-    found = foreign_language("\n".join(map(_content, _answer(row))), settings.languages)
+    found = foreign_language("\n".join(map(content_of, answer_of(row))), settings.languages)
     return f"written in {found!r}, not in {', '.join(settings.languages)}" if found else None
 
 
@@ -268,10 +191,10 @@ def _words(text: str) -> int:
 
 
 def _length(row: Row, settings: FilterSettings) -> str | None:
-    answer = _answer(row)
-    if not answer or _calls(answer[-1]):  # a call may stand alone
+    answer = answer_of(row)
+    if not answer or calls_of(answer[-1]):  # a call may stand alone
         return None
-    words = sum(_words(_content(message)) for message in answer)
+    words = sum(_words(content_of(message)) for message in answer)
     if words < settings.min_words:
         return f"{words} words, fewer than {settings.min_words}"
     if settings.max_words is not None and words > settings.max_words:
@@ -279,57 +202,14 @@ def _length(row: Row, settings: FilterSettings) -> str | None:
     return None
 
 
-_WINDOW_BYTES = 2000  # the ratio falls with length: a long honest table would look like a short loop
-_SHORT_BYTES = 300  # the ratio of less says little
-_MOST_IN_A_ROW = 4  # as in a refrain
-_LONGEST_LOOP = 20  # lines or sentences that are repeated as a block
-
-
 def _repetition(row: Row, settings: FilterSettings) -> str | None:
-    for message in _answer(row):
-        for text in (_content(message), _reasoning(message)):
-            ratio = _least_ratio(text)
+    for message in answer_of(row):
+        for text in (content_of(message), reasoning_of(message)):
+            ratio = least_ratio(text)
             if ratio is not None and ratio < settings.max_repetition:
                 return f"compresses to {ratio:.3f} of its size, below {settings.max_repetition}"
-            if words := _repeated(text):
-                return f"more than {_MOST_IN_A_ROW} times in a row: {_quoted(words)}"
-    return None
-
-
-def _least_ratio(text: str) -> float | None:
-    """Compressed over raw size of the stretch of text that compresses best; None for a short text."""
-    data = " ".join(text.split()).encode(errors="replace")  # indented JSON and padded tables are mostly blanks
-    if len(data) < _SHORT_BYTES:
-        return None
-    last = max(len(data) - _WINDOW_BYTES, 0)
-    pieces = [data[start : start + _WINDOW_BYTES] for start in (*range(0, last, _WINDOW_BYTES), last)]
-    return min(_compressed_bytes(piece) / len(piece) for piece in pieces)
-
-
-def _compressed_bytes(data: bytes) -> int:
-    # The default buffers of 256 KB take six times longer to set up than a window takes to compress.
-    stream = zlib.compressobj(wbits=12, memLevel=5)
-    return len(stream.compress(data) + stream.flush())
-
-
-_FENCE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
-_UNIT = re.compile(r"[^\n.!?。！？]+[.!?。！？]*")  # noqa: RUF001 - a line or sentence
-_WORDS = re.compile(r"[^\W\d_]{2,} [^\W\d_]{2,}|[\u3040-\u30ff\u3400-\u9fff]{4}")
-
-
-def _repeated(text: str) -> str | None:
-    """A line or sentence outside code with which too many equal blocks of lines or sentences begin."""
-    units: list[str] = [unit for part in _UNIT.findall(_FENCE.sub("\n", text)) if (unit := part.strip())]
-    if len(set(units)) > len(units) - _MOST_IN_A_ROW:
-        return None
-    for period in range(1, min(_LONGEST_LOOP, len(units) // (_MOST_IN_A_ROW + 1)) + 1):
-        run = 0
-        for at, (unit, later) in enumerate(zip(units, units[period:], strict=False), start=1):
-            run = run + 1 if unit == later else 0
-            # Rulers, brackets and figures may recur: a block counts if there are words in it.
-            for words in units[at - period : at] if run >= _MOST_IN_A_ROW * period else ():
-                if _WORDS.search(words):
-                    return words
+            if words := repeated(text):
+                return f"more than {MOST_IN_A_ROW} times in a row: {_quoted(words)}"
     return None
 
 
@@ -350,44 +230,10 @@ def _licence(row: Row, settings: FilterSettings) -> str | None:
 
 
 def _identical_reasoning(row: Row, _: FilterSettings) -> str | None:
-    for message in _answer(row):
-        if (reasoning := _reasoning(message).split()) and reasoning == _content(message).split():
+    for message in answer_of(row):
+        if (reasoning := reasoning_of(message).split()) and reasoning == content_of(message).split():
             return "the reasoning is the answer"
     return None
-
-
-def _messages(row: Row) -> list[Mapping[str, Any]]:
-    messages = row.get("messages")
-    return [m for m in messages if isinstance(m, Mapping)] if isinstance(messages, list | tuple) else []
-
-
-def _answer(row: Row) -> list[Mapping[str, Any]]:
-    messages = _messages(row)
-    start = max((number for number, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-    return [message for message in messages[start + 1 :] if message.get("role") == "assistant"]
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    return text_of(message.get("content"))
-
-
-def _reasoning(message: Mapping[str, Any]) -> str:
-    return text_of(message.get("reasoning_content"))
-
-
-def _calls(message: Mapping[str, Any]) -> list[Any]:
-    calls = message.get("tool_calls")
-    return list(calls) if isinstance(calls, list | tuple) else []
-
-
-def _function(entry: Any) -> Mapping[str, Any]:
-    """The `function` of a tool or tool call; empty if it has none."""
-    function = entry.get("function") if isinstance(entry, Mapping) else None
-    return function if isinstance(function, Mapping) else {}
-
-
-def _arguments(call: Any) -> str:
-    return text_of(_function(call).get("arguments"))
 
 
 @cache
@@ -414,10 +260,16 @@ RULES: dict[str, Rule] = {
         Rule("control_tokens", "Text that a tokenizer takes for control tokens or tool calls.", _control_tokens),
         Rule("leakage", "Phrases that give the making away, such as 'according to the given text'.", _leakage),
         Rule(
-            "role_order", "Turns in an order that templates do not take; the last must be the assistant's.", _role_order
+            "role_order",
+            "Turns in an order that templates do not take; the last must be the assistant's.",
+            lambda row, _: role_order(row),
         ),
-        Rule("tool_pairing", "Calls without results, results without calls, unusable ids or arguments.", _tool_pairing),
-        Rule("tool_schema", "The tools are no list of functions.", _tool_schema),
+        Rule(
+            "tool_pairing",
+            "Calls without results, results without calls, unusable ids or arguments.",
+            lambda row, _: tool_pairing(row),
+        ),
+        Rule("tool_schema", "The tools are no list of functions.", lambda row, _: tool_schema(row)),
         Rule("language", "The answer is surely written in none of the languages.", _language),
         Rule("length", "Too few or too many words.", _length),
         Rule("repetition", "The answer or its reasoning runs in a loop.", _repetition),

@@ -71,20 +71,24 @@ class Journal:
     were on their way when the last run died.
     """
 
-    def __init__(self, path: Path, *, reuse: Sequence[Path] = ()) -> None:
-        """Opens `path`, making it if need be; `reuse` are journals of other runs, which are only read."""
+    def __init__(self, path: Path, *, reuse: Sequence[Path] = (), retry_rejected: bool = False) -> None:
+        """Opens `path`, making it if need be; `reuse` are journals of other runs, which are only read.
+
+        With `retry_rejected` a rejection answers nothing: the server may have learned to take the request.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.notes: list[str] = []
         self.calls = 0
         self._answered = _Offsets()
-        torn = _cut_torn_tail(path)
-        if torn:
-            self.notes.append(f"{path}: the last line was cut short by the end of its writer; {torn} bytes removed")
+        self._final = _FINAL[:1] if retry_rejected else _FINAL
         try:
+            torn = _cut_torn_tail(path)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+        if torn:
+            self.notes.append(f"{path}: the last line was cut short by the end of its writer; {torn} bytes removed")
         sync_folder(path.parent)
         self._end = os.fstat(self._file).st_size
         self.under_way = self._read()
@@ -93,7 +97,7 @@ class Journal:
                 f"{self.under_way} requests were on their way when the last run ended; they are asked again under the "
                 "same Idempotency-Key, and a server that does not know it may count them twice"
             )
-        self._others = [(os.open(other, os.O_RDONLY), _offsets_of(other)) for other in reuse if other.exists()]
+        self._others = [(os.open(p, os.O_RDONLY), _offsets_of(p, self._final)) for p in reuse if p.exists()]
         self._synced = time.monotonic()
 
     def _read(self) -> int:
@@ -109,7 +113,7 @@ class Journal:
                 sent.add(key)
                 continue
             sent.discard(key)
-            if state in _FINAL:
+            if state in self._final:
                 self._answered[key] = _mark(offset, state)
         if bad:
             self.notes.append(f"{self.path}: {bad} lines cannot be read; what they held is asked for again")
@@ -129,7 +133,7 @@ class Journal:
     def get(self, key: str) -> dict[str, Any] | None:
         """The line that answered a request: `s` (state), `r` (raw response) and more; None if there is none.
 
-        An answer out of a reused journal is copied into this one first.
+        An answer out of a reused journal is copied into this one first, marked with `"o":1`: another run paid for it.
         """
         raw = bytes.fromhex(key)
         mark = self._answered.get(raw)
@@ -137,7 +141,9 @@ class Journal:
             return dict(json.loads(_read_line(self._file, mark >> 1)))
         for handle, offsets in self._others:
             if (mark := offsets.get(raw)) is not None:
-                line = _read_line(handle, mark >> 1)
+                rest = _read_line(handle, mark >> 1)[_REST]
+                head, comma, tail = rest[1:].partition(b",")
+                line = _line(key, b"," + head + b',"o":1' + comma + tail)
                 self._answered[raw] = (self._end << 1) | (mark & 1)
                 self._append(line)
                 return dict(json.loads(line))
@@ -166,7 +172,7 @@ class Journal:
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             os.ftruncate(self._file, self._end)
-            raise MopdctlError(f"{self.path}: cannot be written ({error.strerror}); nothing before is lost") from None
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); nothing before is lost") from None
         self._end += len(line)
         now = time.monotonic()
         if now - self._synced > 1:
@@ -205,7 +211,8 @@ def _head(line: bytes) -> tuple[bytes | None, bytes]:
         key, crc = bytes.fromhex(line[_KEY].decode("ascii")), int(line[_CRC], 16)
     except ValueError:
         return None, b""
-    if len(key) != 16 or zlib.crc32(line[_REST]) != crc:
+    frame = (line[:6], line[38:45], line[53:54])
+    if frame != (b'{"k":"', b'","c":"', b'"') or len(key) != 16 or zlib.crc32(line[_REST]) != crc:
         return None, b""
     return key, line[_STATE_FROM : line.find(b'"', _STATE_FROM)]
 
@@ -218,11 +225,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _offsets_of(path: Path) -> _Offsets:
+def _offsets_of(path: Path, final: Sequence[bytes]) -> _Offsets:
     found = _Offsets()
     for offset, line in _lines(path):
         key, state = _head(line)
-        if key is not None and state in _FINAL:
+        if key is not None and state in final:
             found[key] = _mark(offset, state)
     return found
 

@@ -1,4 +1,4 @@
-"""Judging answers: what a panel is asked, how its replies are read, and how far its judges can be trusted.
+"""Judging answers: what a panel is asked, and how its replies are read.
 
 Nothing is sent from here: requests go out, and raw responses come back, through the journal. A reply without one clear
 verdict is a state, never a score.
@@ -6,13 +6,12 @@ verdict is a state, never a score.
 
 import json
 import re
-import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from mopdctl.config.gensft import JudgeConfig
 from mopdctl.errors import InputError
@@ -22,9 +21,6 @@ from mopdctl.gensft.records import Answer, JudgeVerdict, Message, Seed, VerdictS
 ALL_PAIRS_UP_TO = 4
 """Most answers of which each two are compared; of more, each meets its two neighbours in a ring, so that the number of
 requests grows with the answers and not with their square."""
-
-WARN_SHARE = 0.2
-"""Share of a judge's verdicts without a score from which the report warns."""
 
 _OURS = re.compile(r"<(?=\s*/?\s*(?:answer(?:_[ab])?|score|winner|conversation|turn|tools)\b)", re.IGNORECASE)
 _QUOTED = """\
@@ -207,14 +203,16 @@ def _tagged(text: str, tag: str, read: Callable[[str], float | None], wanted: st
     return "ok", values[-1], ""
 
 
+_LARGEST_REWARD = 1e100
+"""Sums of larger numbers leave what a float can hold."""
+
+
 def read_reward(raw: Mapping[str, Any]) -> Reading:
-    """The reward in a `/pooling` response: one finite number in `data[0].data`, bare or nested once."""
+    """The reward in a `/pooling` response: one number below 1e100 in `data[0].data`, bare or nested once."""
     match raw:
-        case {"data": [{"data": [[value]] | [value]}]} if (
-            type(value) in (int, float) and abs(value) <= sys.float_info.max
-        ):
+        case {"data": [{"data": [[value]] | [value]}]} if type(value) in (int, float) and abs(value) <= _LARGEST_REWARD:
             return "ok", float(value), ""
-    return "parse_error", None, "not one finite number in data[0].data"
+    return "parse_error", None, "not one number below 1e100 in data[0].data"
 
 
 # A judge that will not judge abstains; one whose text is not there or not a chat completion cannot be read.
@@ -303,70 +301,3 @@ def panel_score(said: Sequence[JudgeVerdict], panel: JudgeConfig) -> tuple[float
     """The mean over the judges that reached a verdict, if they are as many as the panel needs."""
     scores = [verdict.score for verdict in said if verdict.state == "ok" and verdict.score is not None]
     return (fmean(scores), "ok") if len(scores) >= panel.needed else (None, "no_quorum")
-
-
-class JudgeReport:
-    """Counts what the judges of one panel did, so that a weak judge shows as more than missing rows.
-
-    One report per panel: scores of two panels need not be on one scale.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[str, Counter[str]] = defaultdict(Counter)
-        self._score_sums: dict[str, float] = defaultdict(float)
-        self._orders: dict[str, Counter[bool]] = defaultdict(Counter)
-        self._between: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
-
-    def add(self, verdicts: Verdicts) -> None:
-        """Counts the verdicts on one seed's answers."""
-        for said in verdicts.of.values():
-            for verdict in said:
-                self._states[verdict.judge][verdict.state] += 1
-                self._score_sums[verdict.judge] += verdict.score or 0
-            scored = [verdict for verdict in said if verdict.state == "ok"]
-            for one, other in combinations(scored, 2):
-                self._between[one.judge, other.judge][one.score == other.score] += 1
-        for comparison in verdicts.comparisons:
-            if comparison.agree is not None:
-                self._orders[comparison.judge][comparison.agree] += 1
-
-    def document(self) -> dict[str, Any]:
-        """The counts as JSON. A share or mean is null where the count that it is taken over is 0."""
-        every = sum(self._states.values(), Counter[str]())
-        return {
-            "verdicts": every.total(),
-            "drop_rate": _share(every.total() - every["ok"], every.total()),
-            "judges": {judge: self._judge(judge) for judge in self._states},
-            "same_score": [{"judges": list(pair), **_agreement(counts)} for pair, counts in self._between.items()],
-        }
-
-    def _judge(self, judge: str) -> dict[str, Any]:
-        states = self._states[judge]
-        return {
-            "verdicts": states.total(),
-            "states": {state: states[state] for state in get_args(VerdictState)},
-            "drop_rate": _share(states.total() - states["ok"], states.total()),
-            "mean_score": self._score_sums[judge] / states["ok"] if states["ok"] else None,
-            "order_swap": _agreement(self._orders[judge]) if judge in self._orders else None,
-        }
-
-    def warnings(self) -> list[str]:
-        """One line for each judge of whose verdicts more than `WARN_SHARE` have no score."""
-        lines = []
-        for judge, states in self._states.items():
-            lost = states.total() - states["ok"]
-            if lost > WARN_SHARE * states.total():
-                why = ", ".join(f"{count} {state}" for state, count in states.most_common() if state != "ok")
-                lines.append(
-                    f"judge {judge!r}: {lost} of {states.total()} verdicts have no score ({why}); "
-                    "read some of its replies before trusting this panel"
-                )
-        return lines
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _agreement(counts: Counter[bool]) -> dict[str, Any]:
-    return {"compared": counts.total(), "agreed": counts[True], "agreement": _share(counts[True], counts.total())}

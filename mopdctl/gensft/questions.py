@@ -7,7 +7,7 @@ from typing import Any
 
 from mopdctl.errors import InputError
 from mopdctl.files import read_text
-from mopdctl.gensft.decontaminate import Document
+from mopdctl.gensft.question_parts import Document
 from mopdctl.train.rows import iterate_rows
 
 _FIELDS = ("question", "prompt", "text", "problem", "instruction")
@@ -30,6 +30,7 @@ def _question(row: dict[str, Any], place: str) -> str:
     for field in _FIELDS:
         if isinstance(row.get(field), str):
             return str(row[field])
-    if isinstance(row.get("messages"), list):
-        return "\n".join(str(m.get("content") or "") for m in row["messages"] if m.get("role") == "user")
+    messages = row.get("messages")
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        return "\n".join(str(m.get("content") or "") for m in messages if m.get("role") == "user")
     raise InputError(f"{place}: no question in it; one of {', '.join(_FIELDS)} or messages is needed")

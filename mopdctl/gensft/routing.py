@@ -23,6 +23,7 @@ class Router:
     def __init__(self, committee: CommitteeFile, endpoints: Mapping[str, str], *, samples: int, seed: int) -> None:
         self._committee, self._endpoints = committee, endpoints
         self._samples, self._seed = samples, seed
+        self._sampling: dict[tuple[int, str], dict[str, Any]] = {}
 
     def route(self, seed: Seed) -> Route:
         """The route of a seed's domain. Raises InputError if there is none."""
@@ -58,7 +59,10 @@ class Router:
         body: dict[str, Any] = {"model": member.model, "messages": messages}
         if seed.tools:
             body["tools"] = list(seed.tools)
-        body |= route.sampling.over(member.sampling).body()
+        key = (id(route), alias)
+        if key not in self._sampling:
+            self._sampling[key] = route.sampling.over(member.sampling).body()
+        body |= self._sampling[key]
         body["seed"] = stream_seed(self._seed, "sample", seed.seed_id, index) % 2**31
         return self.request(alias, body)
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from mopdctl.config.committee import Member, Route
 from mopdctl.files import digest
-from mopdctl.gensft.dedup import text_digest
 from mopdctl.gensft.records import Judged, Message, Seed
+from mopdctl.gensft.signatures import text_digest
 
 _CALL = pa.struct(
     [
@@ -32,6 +32,7 @@ MESSAGE = pa.struct(
         ("name", pa.string()),
     ]
 )
+_FIELDS = tuple(field.name for field in MESSAGE)
 _COLUMNS: list[tuple[str, pa.DataType]] = [
     ("id", pa.string()),
     ("messages", pa.list_(MESSAGE)),
@@ -104,7 +105,7 @@ def conversation(seed: Seed, answer: Message, route: Route) -> list[Message]:
     messages = [*seed.messages, answer]
     if route.row_system_prompt and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": route.row_system_prompt})
-    return [{field.name: message.get(field.name) for field in MESSAGE} for message in messages]
+    return [{name: message.get(name) for name in _FIELDS} for message in messages]
 
 
 def make_row(seed: Seed, judged: Judged, *, route: Route, member: Member, reference: Judged | None) -> dict[str, Any]:
@@ -165,5 +166,16 @@ def text_of(messages: list[Message], what: str) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    calls = [f"{c['function']['name']} {c['function']['arguments']}" for c in message.get("tool_calls") or []]
-    return "\n".join([message.get("content") or "", *calls])
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    written = [f"{call.get('name')} {_canonical(call.get('arguments'))}" for call in calls]
+    return "\n".join([message.get("content") or "", *written])
+
+
+def _canonical(arguments: Any) -> str:
+    """Arguments in one spelling, whether they come as JSON text or as an object."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return str(arguments)
+    return compact(arguments)

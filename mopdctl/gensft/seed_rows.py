@@ -196,6 +196,9 @@ def _message(message: Message, where: str, notes: Counter[str]) -> Message:
     found = {"role": message["role"], "content": ""} | {k: v for k, v in message.items() if v is not None}
     if not isinstance(found["content"], str):
         raise UnusableRowError(f"{where} has no text in 'content'")
+    for field in ("reasoning_content", "name"):
+        if not isinstance(found.get(field, ""), str):
+            raise UnusableRowError(f"{where} has no text in {field!r}")
     if "tool_call_id" in found:
         found["tool_call_id"] = _id(found["tool_call_id"], f"{where}: tool_call_id")
     if calls := found.pop("tool_calls", None):

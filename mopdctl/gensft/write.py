@@ -12,7 +12,7 @@ from mopdctl.files import digest
 from mopdctl.gensft.records import Message
 from mopdctl.gensft.rows import SCHEMA, compact, table
 
-_ROWS_PER_GROUP = 4096
+_ROWS_PER_GROUP = 1024
 """A bound for short rows, which take more memory as objects than as text."""
 
 

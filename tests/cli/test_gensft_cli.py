@@ -50,7 +50,7 @@ def test_a_dry_run_shows_a_request_per_domain_and_the_cost_and_writes_nothing(tm
     assert sorted(tmp_path.rglob("*")) == before
     assert document["requests"] == 12
     assert document["members"]["a"]["most_completion_tokens"] == 12_000
-    assert document["most_cost_usd"] == pytest.approx(0.03, rel=0.02)
+    assert document["most_cost_usd"] == pytest.approx(0.03 + 12 * (22 + 32) / 1e6)
     assert document["examples"]["chat"]["body"]["messages"] == [{"role": "user", "content": "Say something about a."}]
 
 
@@ -91,7 +91,7 @@ def test_more_seeds_than_an_earlier_limit_go_on_from_there(tmp_path: Path, cli: 
         ({"gen": {"filter": {"off": ["langauge"]}}}, "did you mean 'language'?"),
         ({"gen": {"filter": {"languages": ["english"]}}}, "english"),
         ({"gen": {"select": [{"answer": "("}]}}, "not a regular expression"),
-        ({"gen": {"reuse": ["nobody"]}}, "no such journal"),
+        ({"gen": {"reuse": ["nobody"]}}, "'nobody' has no journal"),
         ({"gen": {"dedup": {"against": ["nobody"]}}}, "nobody: no such file"),
         ({"gen": {"decontaminate": {"files": ["nothing.txt"]}}}, "nothing.txt: no such file"),
         ({"gen": {"name": "../up"}}, "name '../up'"),

@@ -22,7 +22,8 @@ def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespac
     """A data set `local` of two members, two samples a seed."""
     from mopdctl.config.base import load_config
     from mopdctl.config.gensft import GenConfig
-    from mopdctl.gensft.run import prepare, run
+    from mopdctl.gensft.run import run
+    from mopdctl.gensft.spec import prepare
     from mopdctl.runs import Workspace
 
     root = tmp_path_factory.mktemp("gensft")
@@ -141,7 +142,7 @@ def test_fifty_deaths_inside_the_journal_change_no_byte_of_the_data_set(
         whole(self, line)
 
     expected = {p.relative_to(made.folder): p.read_bytes() for p in made.folder.rglob("*") if p.is_file()}
-    size = (made.root / "workspace" / "runs" / "local" / "journal.jsonl").stat().st_size
+    size = (made.root / "workspace" / "runs" / "local.gen-sft" / "journal.jsonl").stat().st_size
     deaths = 0
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "_append", append)

@@ -54,7 +54,8 @@ def make(path: Path, workspace: Path, **more: Any) -> dict[str, Any]:
     """Runs a gen.yaml in this process."""
     from mopdctl.config.base import load_config
     from mopdctl.config.gensft import GenConfig
-    from mopdctl.gensft.run import prepare, run
+    from mopdctl.gensft.run import run
+    from mopdctl.gensft.spec import prepare
     from mopdctl.runs import Workspace
 
     return run(prepare(load_config(GenConfig, path), Workspace(workspace), base=path.parent), **more)
@@ -90,7 +91,7 @@ def test_an_interrupted_run_ends_with_the_answers_under_way_and_says_what_to_do(
         assert "the same command goes on" in stderr
         paid = server.stats()
         assert paid["aborted"] == 0
-        lines = (tmp_path / "w" / "runs" / "made" / "journal.jsonl").read_text("utf-8").split("\n")
+        lines = (tmp_path / "w" / "runs" / "made.gen-sft" / "journal.jsonl").read_text("utf-8").split("\n")
         assert sum('"s":"ok"' in line for line in lines) == paid["billed"] < 60
         done = subprocess.run(command(words, tmp_path / "w"), cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -265,8 +266,6 @@ def test_a_missing_key_is_found_before_anything_is_asked(tmp_path: Path) -> None
 # BerriAI/litellm #822, QwenLM/Qwen-Agent #921, guidance-ai/guidance #1504, agno-agi/agno #8009
 @pytest.mark.parametrize("temperature", [0, 0.0, 0.7, None])
 def test_what_is_configured_is_what_is_sent(tmp_path: Path, temperature: float | None) -> None:
-    from mopdctl.gensft.run import dry_run, prepare  # noqa: F401
-
     sampling = {} if temperature is None else {"temperature": temperature}
     sampling |= {"max_tokens": 30, "extra": {"min_p": 0, "chat_template_kwargs": {"enable_thinking": False}}}
     with run_in_thread(Faults(strict_seed=True)) as server:
@@ -289,8 +288,8 @@ def test_a_refused_parameter_is_said_and_not_dropped(tmp_path: Path) -> None:
     assert stages(document)["generate"]["dropped"] == {"rejected": 5}
     held = (tmp_path / "w" / "datasets" / "made" / "quarantine" / "unanswered.jsonl").read_text("utf-8")
     assert "min_p" in held
-    (warning,) = document["warnings"]
-    assert "5 of 5 requests were rejected" in warning
+    warning = document["warnings"][0]
+    assert "5 of 5 answers are rejected" in warning
     assert "min_p" in warning
 
 

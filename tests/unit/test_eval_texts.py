@@ -7,7 +7,9 @@ import pytest
 
 from mopdctl.errors import InputError
 from mopdctl.evals.texts import task_documents
-from mopdctl.gensft.decontaminate import Document, build_index, report, scan
+from mopdctl.gensft.decontaminate import report, scan
+from mopdctl.gensft.question_index import build_index
+from mopdctl.gensft.question_parts import Document
 from mopdctl.runs import shipped
 
 DOMAINS = ["arithmetic", "instructions", "lookup", "structured", "tools"]

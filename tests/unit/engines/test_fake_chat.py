@@ -20,7 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from mopdctl.engines.fake_chat import FakeChat, answer, score
+from mopdctl.engines.fake_chat import answer, score
+from mopdctl.engines.fake_settings import FakeChat
 from mopdctl.errors import InputError
 from mopdctl.files import digest
 

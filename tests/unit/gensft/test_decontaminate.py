@@ -14,17 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopdctl.errors import InputError
-from mopdctl.gensft.decontaminate import (
-    Document,
-    Hit,
-    Index,
-    allowed_texts,
-    build_index,
-    normalise,
-    report,
-    scan,
-    without_common,
-)
+from mopdctl.gensft.decontaminate import Hit, report, scan, without_common
+from mopdctl.gensft.question_index import Index, allowed_texts, build_index
+from mopdctl.gensft.question_parts import Document, normalise
 
 ALLOWED = allowed_texts()
 VOCABULARY = [

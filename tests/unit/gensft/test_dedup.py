@@ -10,16 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopdctl.errors import InputError
-from mopdctl.gensft.dedup import (
-    Duplicates,
-    Pair,
-    SignatureWriter,
-    find_duplicates,
-    jaccard,
-    normalised,
-    shingles,
-    text_digest,
-)
+from mopdctl.gensft.dedup import Duplicates, Pair, find_duplicates
+from mopdctl.gensft.signatures import SignatureWriter, jaccard, normalised, shingles, text_digest
 
 GERMAN = (
     "Die Straße über den Fluss wurde im Jahr 1901 gebaut, und seither fahren dort täglich viele Züge nach Süden; "

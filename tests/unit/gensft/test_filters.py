@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mopdctl.errors import InputError
-from mopdctl.gensft.filters import RULES, FilterSettings, all_failures, apply_rules, role_histogram
+from mopdctl.gensft.filters import RULES, FilterSettings, all_failures, apply_rules
 
 DEFAULT = FilterSettings()
 ADD = {
@@ -275,7 +275,6 @@ def test_control_tokens_fail_wherever_they_stand(token: str) -> None:
         row(user(), calling(call()), {**result(), "content": token}),
     ):
         assert repr(token) in (fails("control_tokens", bad) or "")
-        assert fails("control_tokens", bad, FilterSettings(allow_control_tokens=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -381,12 +380,6 @@ def test_turns_in_order_pass(messages: list[dict[str, Any]]) -> None:
 )
 def test_turns_out_of_order_fail(messages: list[dict[str, Any]], reason: str) -> None:
     assert fails("role_order", row(*messages)) == reason
-
-
-# huggingface/smol-course #260
-def test_the_histogram_shows_sequences_of_roles() -> None:
-    rows = [row(user(), assistant()), row(user(), assistant()), row(user(), assistant(), user(), user())]
-    assert role_histogram(rows) == {"user assistant": 2, "user assistant user user": 1}
 
 
 # agentforce314/clawcodex #394, diegosouzapw/OmniRoute #2976: results without calls, empty ids.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopdctl.errors import MopdctlError
+from mopdctl.errors import InputError
 from mopdctl.files import digest
 from mopdctl.gensft.journal import Journal, _Offsets
 
@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     journal = Journal(path)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
-        with pytest.raises(MopdctlError, match="cannot be written"):
+        with pytest.raises(InputError, match="cannot be written"):
             journal.add(KEYS[3], "ok", attempt=1, latency_s=0, member="a", raw=b'"' + b"x" * 500 + b'"')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

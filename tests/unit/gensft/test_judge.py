@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from mopdctl.config.gensft import JudgeConfig
 from mopdctl.errors import InputError
 from mopdctl.gensft.judge import (
-    JudgeReport,
     JudgeRequest,
     check_panel,
     judge_requests,
@@ -22,6 +21,7 @@ from mopdctl.gensft.judge import (
     rubric_messages,
     verdicts,
 )
+from mopdctl.gensft.judge_report import JudgeReport
 from mopdctl.gensft.records import Answer, JudgeVerdict, Message, Seed
 
 SCALE = (1, 10)

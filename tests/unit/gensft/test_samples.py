@@ -12,7 +12,9 @@ from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.gensft.attributes import expected
-from mopdctl.gensft.decontaminate import Document, build_index, scan
+from mopdctl.gensft.decontaminate import scan
+from mopdctl.gensft.question_index import build_index
+from mopdctl.gensft.question_parts import Document
 from mopdctl.gensft.records import Seed
 from mopdctl.gensft.seeds import read_seeds
 
