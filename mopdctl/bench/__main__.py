@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from mopdctl.bench import cli, frame, store
+from mopdctl.bench import cli, frame, gensft, store
 from mopdctl.cli.output import note, result, result_json
 from mopdctl.errors import CheckFailedError, InputError, MopdctlError
 
-BENCHES: dict[str, Callable[[], frame.Bench]] = {"cli": cli.bench, "store": store.bench}
+BENCHES: dict[str, Callable[[], frame.Bench]] = {"cli": cli.bench, "gensft": gensft.bench, "store": store.bench}
 """Bench name to the function that prepares it. A new bench gets its line here."""
 
 
