@@ -74,7 +74,8 @@ class Member(Strict):
     model: str
     """The model's name at the server; for `hf` a name in the workspace, a folder or a hub id."""
     base_url: str | None = None
-    """Where the server is, up to `/v1`, e.g. `http://127.0.0.1:8000/v1`. For `openai` only."""
+    """Where the server is, up to `/v1`, e.g. `http://127.0.0.1:8000/v1`. For `openai` only. It is part of every
+    request's key: at another address everything is asked for again."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key. A key itself never stands in a file."""
     revision: str | None = None
@@ -87,6 +88,8 @@ class Member(Strict):
     """Licence of the model's outputs as an SPDX id or a name; None is unknown."""
     outputs_may_train: bool | None = None
     """Whether the terms allow training other models on the outputs; None is unknown."""
+    takes_seed: bool = True
+    """Whether the server knows the field `seed`. Without it samples of a prompt differ by the server's chance alone."""
     max_concurrency: int = Field(default=64, gt=0)
     """Most requests under way at once; fewer after a 429."""
     requests_per_minute: int | None = Field(default=None, gt=0)
@@ -189,10 +192,14 @@ class Route(Strict):
         return name, self.tiers[name].members
 
     @property
+    def answering(self) -> set[str]:
+        """Every member whose answers can become rows."""
+        return {a for tier in self.tiers.values() for a in tier.members} | self.members.keys() | set(self.fallbacks)
+
+    @property
     def aliases(self) -> set[str]:
         """Every member that this route can lead to."""
-        named = {alias for tier in self.tiers.values() for alias in tier.members} | self.members.keys()
-        return named | set(self.fallbacks) | ({self.reference} if self.reference else set())
+        return self.answering | ({self.reference} if self.reference else set())
 
 
 def _positive(weights: dict[str, float]) -> dict[str, float]:
@@ -215,7 +222,7 @@ class CommitteeFile(Strict):
         for domain, route in self.routes.items():
             if unknown := sorted(route.aliases - self.members.keys()):
                 raise ValueError(f"route {domain!r} names {unknown[0]!r}, which is no member")
-            if route.reference and route.reference in (route.members.keys() | set(route.fallbacks)):
+            if route.reference and route.reference in route.answering:
                 raise ValueError(f"route {domain!r}: the reference {route.reference!r} must not also answer")
             if any(self.members[a].engine == "hf" for a in route.aliases) and _beyond_hf(route.sampling):
                 raise ValueError(f"route {domain!r}: a member of engine hf knows temperature and max_tokens only")

@@ -138,7 +138,7 @@ class FilterConfig(Strict):
     """The named rules that every row has to pass, and where each draws its line.
 
     In their order: truncated, empty, refusal, think_leak, control_tokens, leakage, role_order, tool_pairing,
-    tool_schema, language, length, repetition, licence, identical_reasoning.
+    tool_schema, language, length, repetition, license, identical_reasoning.
     """
 
     languages: list[str] = []
@@ -169,7 +169,8 @@ class DedupConfig(Strict):
     words: int = Field(default=3, gt=0)
     """n of the word n-grams."""
     on: Literal["conversation", "prompt", "answer"] = "conversation"
-    """Which text is compared."""
+    """What is compared: the whole conversation, the prompt, or the last answer with its reasoning; never system
+    messages. Samples of one prompt share its words: `answer` suits many samples, `conversation` short answers."""
     against: list[str] = []
     """Data sets that rows must not repeat: names in the workspace, folders or files."""
 

@@ -75,7 +75,8 @@ class SftConfig(Strict):
     """A conversation longer than `max_length` is an error, or is left out and counted. None is ever cut."""
     packing: Packing = "none"
     """`best_fit` lets conversations share a row of up to `max_length` tokens without seeing each other; `batch_size`
-    then counts such packs. It changes neither loss nor gradient, only how much of the batch is padding."""
+    then counts such packs, each a micro-batch (`gradient_accumulation` does not count). It changes neither loss nor
+    gradient, only how much of the batch is padding."""
     stages: list[SftStage] = []
     """Stages that follow each other with weights and optimizer state carried over; none makes the whole run one."""
     train: SftTrainConfig

@@ -69,15 +69,15 @@ class OpenAIServer:
         except (aiohttp.ClientError, OSError) as error:
             return Reply(None, b"null", "connection", detail=self._clean(f"{type(error).__name__}: {error}"))
         if status == 200:
-            return self._document(raw)
+            return self._document(raw, kind)
         text = self._clean(raw[:_KEPT_ERROR_BYTES].decode("utf-8", "replace"))
         wait = retry_after_s(headers.get("Retry-After"), now=time.time())
         failure = _kind(status, text)
-        if status in (403, 404, 405, 410) and self._has_answered:
-            failure = "rejected"  # this one request, a forbidden prompt say: others were answered
+        if status == 403 and self._has_answered:
+            failure = "rejected"  # this one prompt is forbidden: others were answered
         return Reply(None, json.dumps(text).encode(), failure, status, wait, f"{status}: {_message(text)}")
 
-    def _document(self, raw: bytes) -> Reply:
+    def _document(self, raw: bytes, kind: str) -> Reply:
         try:
             text = raw.decode("utf-8")
             if self._real_key:  # `EMPTY` and the like are words that an answer may hold
@@ -92,6 +92,9 @@ class OpenAIServer:
         if document.get("error") and not document.get("choices") and not document.get("data"):
             detail = f"200 with an error: {_message(self._clean(text))}"
             return Reply(None, json.dumps(self._clean(text)).encode(), "server_error", 200, detail=detail)
+        if kind == "chat" and not document.get("choices"):
+            detail = "200 without a choice"
+            return Reply(None, json.dumps(self._clean(text)).encode(), "malformed", 200, detail=detail)
         self._has_answered = True
         return Reply(document, text.encode(), status=200)
 

@@ -24,11 +24,14 @@ _BYTES_PER_TOKEN = 3.5
 """For estimates before a server has counted."""
 _TEMPLATE_TOKENS = 32
 """What a chat template may add to a message."""
-_DOWN_AFTER_FAILURES = 20
+_FAILING_AFTER = 20
+"""Failures in a row from which a member has an outage, which is no fault of the requests that meet it."""
+_DOWN_AFTER_S = 120.0
+"""An outage of so long is no restart any more: the member is down."""
+_PERHAPS_PAID = ("timeout", "malformed")
+"""Ends of attempts for which a server may have charged; a budget counts the most that they can have taken."""
 _PATIENCE_S = 3600.0
 """A member that answers 429 for so long and nothing else is down."""
-_LAST_WORDS_S = 30.0
-"""How long an interrupted run waits for what is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Party:
     price: Price | None
     max_attempts: int
     failures_in_a_row: int = 0
+    failing_since: float | None = None
+    """When the first of these was."""
     limited_since: float | None = None
     """When its first 429 came after which nothing else did."""
     down: str = ""
@@ -88,12 +93,15 @@ class Spending:
         """Gives back what was set aside."""
         self.reserve(-cost, -tokens)
 
+    def book(self, cost: float, tokens: int) -> None:
+        """Books what may have been charged although no answer came."""
+        self.cost, self.tokens, self.unpriced = self.cost + cost, self.tokens + tokens, self.unpriced + 1
+
     def add(self, document: Mapping[str, Any], price: Price | None, most: tuple[float, int]) -> int:
         """Books an answer and returns its tokens; where the server did not count them, the most it can have taken."""
         prompt, completion = usage(document)
         if prompt is None or completion is None:
-            self.unpriced += 1
-            self.cost, self.tokens = self.cost + most[0], self.tokens + most[1]
+            self.book(*most)
             return 0
         self.tokens += prompt + completion
         if price is None:
@@ -234,11 +242,9 @@ class Asking:
                 await asyncio.wait(self._tasks, timeout=1.0)
         except asyncio.CancelledError:
             self.stop("interrupted")
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        if self._tasks:  # paid for already: each ends within its member's timeout
+            self._on_note(f"waiting for {len(self._tasks)} answers that are under way")
+            await asyncio.wait(self._tasks)
         self._on_progress(progress)
         if self._failure:
             raise self._failure
@@ -246,7 +252,7 @@ class Asking:
 
     async def _chain(self, chain: tuple[Request, ...], progress: Progress) -> None:
         """Asks a request, then its fall-backs, until one is answered."""
-        for number, request in enumerate(chain):
+        for request in chain:
             if self._journal.state(request.key) == "rejected":
                 continue
             party = self._parties[request.member]
@@ -254,10 +260,13 @@ class Asking:
                 break
             if self._stopping:
                 return
-            if party.down and number == len(chain) - 1 and not self._may_fail:
+        else:
+            down = {request.member: self._parties[request.member].down for request in chain}
+            if all(down.values()) and not self._may_fail:
+                alias, why = next(iter(down.items()))
                 raise MopdctlError(
-                    f"member {party.alias!r} is down ({party.down}) and nobody else may answer; nothing is lost, the "
-                    "same command goes on when it is back"
+                    f"member {alias!r} is down ({why}) and nobody else may answer; nothing is lost, the same command "
+                    "goes on when it is back"
                 )
         progress.done += 1
         self._on_progress(progress)
@@ -282,21 +291,23 @@ class Asking:
                     outcome, tokens = "answered", self._spending.add(reply.document, party.price, most)
                 elif reply.error == "rate_limited":
                     outcome = "limited"
+                elif reply.error in _PERHAPS_PAID:
+                    self._spending.book(*most)
             finally:
                 wait = reply.retry_after_s if reply else None
                 party.pace.release(taken_at, outcome, retry_after_s=wait, tokens=tokens)
             progress.states[reply.error or "ok"] += 1
             progress.tokens += tokens
             if reply.document is not None or reply.error == "rejected":
-                party.failures_in_a_row, party.limited_since = 0, None
+                party.failures_in_a_row, party.failing_since, party.limited_since = 0, None, None
                 return reply.document is not None
             self._watch(party, reply)
             if outcome == "limited" or party.down:
                 continue
-            failures += 1
+            failures += party.failures_in_a_row < _FAILING_AFTER
             if failures >= party.max_attempts:
                 return False
-            await asyncio.sleep(max(backoff_s(failures, self._rng), min(reply.retry_after_s or 0.0, 120.0)))
+            await asyncio.sleep(max(backoff_s(tries, self._rng), min(reply.retry_after_s or 0.0, 120.0)))
         return False
 
     async def _send(self, request: Request, party: Party, attempt: int, most: tuple[float, int]) -> Reply:
@@ -309,7 +320,8 @@ class Asking:
         finally:
             self._sending.discard(asyncio.current_task())
         more: dict[str, Any] = {"h": reply.status} if reply.status not in (None, 200) else {}
-        if reply.document is not None and None in usage(reply.document):
+        uncounted = reply.document is not None and None in usage(reply.document)
+        if uncounted or reply.error in _PERHAPS_PAID:
             more["w"] = most  # what a budget has to count for it
         self._journal.add(
             request.key,
@@ -335,7 +347,9 @@ class Asking:
                 party.down = f"nothing but 429 for {_PATIENCE_S:.0f} s"
         else:
             party.failures_in_a_row += 1
-            if party.failures_in_a_row >= max(_DOWN_AFTER_FAILURES, 2 * int(party.pace.window)):
+            party.failing_since = party.failing_since or time.monotonic()
+            lasting = time.monotonic() - party.failing_since >= _DOWN_AFTER_S
+            if party.failures_in_a_row >= _FAILING_AFTER and lasting:
                 party.down = f"{party.failures_in_a_row} failures in a row, the last one: {reply.detail}"
         if party.down:
             then = "they stay unanswered" if self._may_fail else "they go to their fall-backs"

@@ -57,7 +57,11 @@ def filter_settings(config: FilterConfig) -> FilterSettings:
 
 
 class Assessor:
-    """Reads answers and verdicts out of a journal. `over`: asking has ended, so what is missing has failed."""
+    """Reads answers and verdicts out of a journal.
+
+    `over`: asking has ended, so what is missing has failed. Until then it is pending, and an answer that waits for its
+    judges is no row.
+    """
 
     def __init__(self, config: GenConfig, committee: CommitteeFile, router: Router, journal: Journal) -> None:
         self._config, self._committee, self._router, self._journal = config, committee, router, journal
@@ -89,7 +93,10 @@ class Assessor:
             return replace(candidate, verdicts=own, score=score, score_state=state)
 
         against = judged(reference) if reference else None
-        selection = select([judged(c) for c in candidates], self._config.selection(seed.domain), reference=against)
+        scored = [judged(c) for c in candidates]
+        waiting = [c for c in scored if not self.over and c.score_state == "no_quorum"]
+        found = select([c for c in scored if c not in waiting], self._config.selection(seed.domain), reference=against)
+        selection = Selection(found.kept, [*found.dropped, *((c, "pending") for c in waiting)])
         missing += sum(line is None for line in lines)
         return Assessed(answers, failures, selection, against, missing, said, responses)
 

@@ -25,7 +25,7 @@ from mopdctl.gensft.question_index import build_index
 from mopdctl.gensft.question_parts import Document
 from mopdctl.gensft.records import Answer, Seed
 from mopdctl.gensft.routing import Router
-from mopdctl.gensft.rows import compact, conversation, make_row, row_id, text_of
+from mopdctl.gensft.rows import compact, conversation, duplicate_text, make_row, row_id
 from mopdctl.gensft.signatures import SignatureWriter
 from mopdctl.gensft.write import SplitWriter, split_of
 
@@ -165,7 +165,7 @@ def build(
             for number, seed in enumerate(seeds, start=1):
                 for row, score in gather.rows(seed, assessor.assess(seed)):
                     rows.add(row)
-                    signatures.add(text_of(row["messages"], config.dedup.on))
+                    signatures.add(duplicate_text(row["messages"], config.dedup.on))
                     scores.append(float("nan") if score is None else score)
                 on_progress(number)
             gather.finish()
@@ -308,7 +308,7 @@ def _without_duplicates(
     def text(number: int) -> str:
         if number < len(prior):
             return str(prior[number])
-        return text_of(rows[number - len(prior)]["messages"], config.dedup.on)
+        return duplicate_text(rows[number - len(prior)]["messages"], config.dedup.on)
 
     found = find_duplicates(
         stage / "signatures",
@@ -356,8 +356,9 @@ def _without_questions(
     def said() -> Iterator[decontaminate.Row]:
         for number in np.flatnonzero(keep).tolist():
             row = rows[number]
-            spoken = [m["content"] or "" for m in row["messages"] if m["role"] in ("user", "assistant")]
-            yield number, row["id"], spoken
+            own = [m for m in row["messages"] if m["role"] not in ("system", "developer")]
+            others = [m for m in row["messages"] if m["role"] in ("system", "developer")]
+            yield number, row["id"], [text for message in [*own, *others] for text in _texts(message)]
 
     hits = list(
         decontaminate.scan(said(), decontaminate.without_common(said(), index), min_coverage=settings.min_coverage)
@@ -380,6 +381,12 @@ def _without_questions(
             },
         )
     return keep
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """Everything in a message that may hold a question, what is said first."""
+    calls = [call["function"]["arguments"] or "" for call in message["tool_calls"] or []]
+    return [text for text in (message["content"], message["reasoning_content"], *calls) if text]
 
 
 def _write(rows: _Lines, keep: NDArray[np.bool_], folder: Path, config: GenConfig, report: Report) -> None:

@@ -104,7 +104,7 @@ def card(config: GenConfig, committee: CommitteeFile, document: dict[str, Any]) 
             ],
         ),
         "",
-        "What was dropped is in `quarantine/`, a file for each reason.",
+        "What was dropped is in `quarantine/`, with the reason in every entry.",
         "",
         "## Committee",
         "",

@@ -15,7 +15,8 @@ def dry_run(spec: Spec) -> dict[str, Any]:
     """Reads the seeds; writes nothing and asks nobody.
 
     `most_cost_usd` is an upper bound: prompts at a token a byte, answers at their limit (4096 tokens without one),
-    every answer judged, every request at the dearest member that may come to answer it. None if a price is unknown.
+    every answer judged, every request at the dearest member that may come to answer it, none asked twice. None if a
+    price is unknown.
     """
     domains: Counter[str] = Counter()
     examples: dict[str, Any] = {}
@@ -27,8 +28,8 @@ def dry_run(spec: Spec) -> dict[str, Any]:
         for _, chain in chains:
             examples.setdefault(seed.domain, {"member": chain[0].member, "body": chain[0].body})
             _add(spec, members, chain)
-        for request, judged in _judging(spec, seed, [(index, chain[0]) for index, chain in chains]):
-            _add(spec, members, (request,), quoted=judged)
+        for request, quoted in _judging(spec, seed, chains):
+            _add(spec, members, (request,), quoted=quoted)
     costs = [found["most_cost_usd"] for found in members.values()]
     return {
         "name": spec.config.name,
@@ -42,16 +43,16 @@ def dry_run(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _judging(spec: Spec, seed: Seed, asked: list[tuple[int, Request]]) -> list[tuple[Request, int]]:
+def _judging(spec: Spec, seed: Seed, asked: list[tuple[int, tuple[Request, ...]]]) -> list[tuple[Request, int]]:
     """The requests to judges if every answer comes, each with the tokens that the answers it quotes may have."""
     panel = spec.config.panel(seed.domain)
     if panel is None:
         return []
     answers = [
         Answer(index, "ok", {"role": "assistant", "content": ""}, "stop", r.member, r.body, r.key, None, None)
-        for index, r in asked
+        for index, (r, *_) in asked
     ]
-    longest = {index: most_tokens(request.body)[1] for index, request in asked}
+    longest = {index: max(most_tokens(request.body)[1] for request in chain) for index, chain in asked}
     return [
         (spec.router.judge_request(one.judge, seed, list(one.messages), one.kind), sum(longest[i] for i in one.answers))
         for one in judge_requests(seed, answers, panel)

@@ -213,10 +213,10 @@ def _repetition(row: Row, settings: FilterSettings) -> str | None:
     return None
 
 
-def _licence(row: Row, settings: FilterSettings) -> str | None:
-    if settings.require_training_terms and row.get("outputs_may_train") is not True:
-        known = row.get("outputs_may_train") is False
-        return "the member's terms forbid training" if known else "whether the member's terms allow training is unknown"
+def _license(row: Row, settings: FilterSettings) -> str | None:
+    terms = row.get("outputs_may_train", True)  # a prompt has no member yet
+    if settings.require_training_terms and terms is not True:
+        return f"the member's terms {'forbid training' if terms is False else 'on training are unknown'}"
     if settings.licenses_allowed is None:
         return None
     allowed = {name.casefold() for name in settings.licenses_allowed}
@@ -273,7 +273,7 @@ RULES: dict[str, Rule] = {
         Rule("language", "The answer is surely written in none of the languages.", _language),
         Rule("length", "Too few or too many words.", _length),
         Rule("repetition", "The answer or its reasoning runs in a loop.", _repetition),
-        Rule("licence", "A licence that is not allowed, or terms that do not allow training.", _licence),
+        Rule("license", "A licence that is not allowed, or terms that do not allow training.", _license),
         Rule("identical_reasoning", "The reasoning is the answer once more.", _identical_reasoning),
     )
 }

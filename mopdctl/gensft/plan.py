@@ -1,12 +1,14 @@
 """The plan of a run: its seeds, read once, checked, and written down, so that every later run sees the same."""
 
+import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopdctl.errors import InputError
 from mopdctl.files import file_digest, fingerprint, write_json
 from mopdctl.gensft.assess import filter_settings
 from mopdctl.gensft.filters import RULES, FilterSettings
@@ -15,8 +17,8 @@ from mopdctl.gensft.seeds import read_plan, read_seeds, write_plan
 from mopdctl.gensft.spec import Spec
 from mopdctl.gensft.verify import check_verifier
 
-PROMPT_RULES = ("control_tokens", "role_order", "tool_pairing", "tool_schema", "licence")
-"""Rules that a prompt can fail whatever is answered: nobody needs to be paid to find out."""
+PROMPT_RULES = ("control_tokens", "role_order", "tool_pairing", "tool_schema", "license")
+"""Rules that a prompt fails whatever is answered: nobody needs to be paid to find out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,17 @@ def _beginning(seed: Seed) -> str:
     return json.dumps(list(seed.messages), ensure_ascii=False)[:500]
 
 
-def make_plan(spec: Spec, on_note: Callable[[str], None]) -> Plan:
-    """Writes the plan into the run's folder unless it is there, whole, and made of the same."""
-    path, state = spec.folder / "seeds.jsonl", spec.folder / "plan.json"
+def make_plan(spec: Spec, on_note: Callable[[str], None], *, name: str = "seeds") -> Plan:
+    """Writes the plan into the run's folder, as `<name>.jsonl`, unless it is there, whole, and made of the same.
+
+    Raises InputError for a domain that no route leads to, or that judges or selection name and nothing else knows.
+    """
+    path, state = spec.folder / f"{name}.jsonl", spec.folder / f"{name}.plan.json"
     config = spec.record["config"]
     made_of = fingerprint([config["seeds"], config["limit"], config["filter"], spec.record["seeds"]])
     known = _known(state)
     if known.get("made_of") != made_of or not path.is_file() or file_digest(path) != known.get("digest"):
-        for left_over in spec.folder.glob(".seeds.jsonl.*"):
+        for left_over in spec.folder.glob(f".{name}.jsonl.*"):
             left_over.unlink()
         bad: list[dict[str, Any]] = []
         counts, domains = Counter[str](), Counter[str]()
@@ -106,7 +111,22 @@ def make_plan(spec: Spec, on_note: Callable[[str], None]) -> Plan:
             f"{len(known['quarantined'])} seed rows cannot be used, the first at {place} ({first['reason']}); all of "
             "them are in quarantine/seeds.jsonl"
         )
+    _check_domains(spec, known["domains"])
     return Plan(path, known["seeds"], known["domains"], known["read"], known["quarantined"])
+
+
+def _check_domains(spec: Spec, domains: Mapping[str, int]) -> None:
+    for domain in domains:
+        if spec.committee.route(domain) is None:
+            raise InputError(
+                f"domain {domain!r} has no route any more; add one to {spec.config.committee}, or `default`"
+            )
+    known = domains.keys() | spec.committee.routes.keys()
+    for what, entries in (("judges", spec.config.judges), ("select", spec.config.select)):
+        for domain in {domain for entry in entries for domain in entry.domains} - known:
+            near = difflib.get_close_matches(domain, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known domains: {', '.join(sorted(known))}"
+            raise InputError(f"{what}: no seed and no route has the domain {domain!r}; {hint}")
 
 
 def _known(state: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mopdctl.files import file_digest, fingerprint
-from mopdctl.gensft.rows import text_of
+from mopdctl.gensft.rows import duplicate_text
 from mopdctl.runs import Workspace
 from mopdctl.train.data import row_messages
 from mopdctl.train.rows import data_files, iterate_rows
@@ -27,4 +27,4 @@ def read_texts(workspace: Workspace, base: Path, name: str, on: str) -> Iterator
         for place, row in iterate_rows(path):
             messages = row_messages(row, place)
             if any(message["role"] == "assistant" for message in messages):
-                yield text_of(messages, on)
+                yield duplicate_text(messages, on)

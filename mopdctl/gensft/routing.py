@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -63,8 +63,8 @@ class Router:
         if key not in self._sampling:
             self._sampling[key] = route.sampling.over(member.sampling).body()
         body |= self._sampling[key]
-        body["seed"] = stream_seed(self._seed, "sample", seed.seed_id, index) % 2**31
-        return self.request(alias, body)
+        number = stream_seed(self._seed, "sample", seed.seed_id, index) % 2**31
+        return self._keyed(alias, body, number)
 
     def judge_request(self, alias: str, seed: Seed, messages: list[Message], kind: str) -> Request:
         """The request of a judge about answers to a seed. Its random seed hangs on what it judges."""
@@ -72,13 +72,16 @@ class Router:
         body: dict[str, Any] = {"model": member.model, "messages": messages}
         if kind == "chat":
             body |= member.sampling.body()
-            body["seed"] = stream_seed(self._seed, "judge", alias, seed.seed_id, json.dumps(messages)) % 2**31
-        return self.request(alias, body, kind)
+        number = stream_seed(self._seed, "judge", alias, seed.seed_id, json.dumps(messages)) % 2**31
+        return self._keyed(alias, body, number, kind)
 
-    def request(self, alias: str, body: dict[str, Any], kind: str = "chat") -> Request:
-        """A request under the fingerprint of everything that its answer depends on."""
-        what = json.dumps([self._endpoints[alias], kind, body], sort_keys=True, ensure_ascii=False, allow_nan=False)
-        return Request(digest(what), alias, body, kind)
+    def _keyed(self, alias: str, body: dict[str, Any], number: int, kind: str = "chat") -> Request:
+        """A request under the fingerprint of all that its answer depends on; `number` is its random seed."""
+        if kind == "chat" and self._committee.members[alias].takes_seed:
+            body["seed"] = number
+        what = [self._endpoints[alias], kind, number, body]
+        text = json.dumps(what, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return Request(digest(text), alias, body, kind)
 
 
 def pick(weights: Mapping[str, float], number: int) -> str:
@@ -86,9 +89,3 @@ def pick(weights: Mapping[str, float], number: int) -> str:
     names = sorted(weights)
     edges = list(accumulate(weights[name] for name in names))
     return names[min(bisect_right(edges, number / 2**128 * edges[-1]), len(names) - 1)]
-
-
-def check_routes(router: Router, seeds: Iterable[Seed]) -> None:
-    """Raises InputError naming the first seed whose domain has no route."""
-    for seed in seeds:
-        router.route(seed)

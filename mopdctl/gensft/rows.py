@@ -116,7 +116,8 @@ def make_row(seed: Seed, judged: Judged, *, route: Route, member: Member, refere
     priced = member.price is not None and prompt is not None and completion is not None
     sampling = {k: v for k, v in answer.body.items() if k not in ("model", "messages", "tools", "seed")}
     verdicts = [
-        {"judge": v.judge, "state": v.state, "score": v.score, **({"detail": v.detail} if v.detail else {})}
+        {"judge": v.judge, "state": v.state, "score": v.score, "request_keys": list(v.request_keys)}
+        | ({"detail": v.detail} if v.detail else {})
         for v in judged.verdicts
     ]
     return {
@@ -153,12 +154,12 @@ def make_row(seed: Seed, judged: Judged, *, route: Route, member: Member, refere
         "seed_id": seed.seed_id,
         "sample_index": answer.sample_index,
         "request_key": answer.request_key,
-        "text_digest": text_digest(text_of(messages, "conversation")),
+        "text_digest": text_digest(duplicate_text(messages, "conversation")),
         "extra": compact(seed.extra or {}),
     }
 
 
-def text_of(messages: list[Message], what: str) -> str:
+def duplicate_text(messages: list[Message], what: str) -> str:
     """The text of a row that duplicates are looked for in: `conversation`, `prompt` or `answer`."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     chosen = {"conversation": messages, "prompt": messages[:last], "answer": messages[last:]}[what]
@@ -168,7 +169,7 @@ def text_of(messages: list[Message], what: str) -> str:
 def _said(message: Mapping[str, Any]) -> str:
     calls = [call.get("function") or {} for call in message.get("tool_calls") or []]
     written = [f"{call.get('name')} {_canonical(call.get('arguments'))}" for call in calls]
-    return "\n".join([message.get("content") or "", *written])
+    return "\n".join([message.get("reasoning_content") or "", message.get("content") or "", *written]).lstrip("\n")
 
 
 def _canonical(arguments: Any) -> str:

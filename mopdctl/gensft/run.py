@@ -5,6 +5,7 @@ Asking goes on where the journal ends; everything after it is computed anew.
 """
 
 import asyncio
+import errno
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,9 @@ OnProgress = Callable[[str, Progress, Spending], None]
 """(phase, figures of the phase, what was spent since the command began)"""
 
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 def run(
     spec: Spec,
     *,
@@ -57,7 +61,7 @@ def run(
         with locked(spec.folder):
             if not preview and (done := finished(spec, replace=replace)):
                 return done | {"requests": 0}
-            plan = make_plan(spec, on_note)
+            plan = make_plan(spec, on_note, name="preview" if preview else "seeds")
             journal = Journal(spec.folder / "journal.jsonl", reuse=_reused(spec), retry_rejected=retry_rejected)
             try:
                 for line in journal.notes:
@@ -66,8 +70,10 @@ def run(
             finally:
                 journal.close()
     except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
         what = error.filename or spec.folder
-        raise InputError(f"{what}: cannot be written ({error.strerror or error}); nothing before is lost") from None
+        raise InputError(f"{what}: cannot be written ({error.strerror}); nothing before is lost") from None
 
 
 def _reused(spec: Spec) -> list[Path]:
@@ -96,6 +102,7 @@ def _make(
         on_note(f"stopped: {why}; answers so far are kept")
     if why == "interrupted":
         raise KeyboardInterrupt
+    assessor.over = not why
     out = spec.folder / "preview" if preview else spec.target
     with building(out) as folder:
         report = _build(spec, plan, assessor, folder, task_documents, partial(on_progress, "build"), spending)
@@ -113,9 +120,13 @@ def _spent(spec: Spec, journal: Journal) -> Spending:
     spending = Spending(spec.config.max_cost, spec.config.max_tokens)
     if spec.config.max_cost is not None or spec.config.max_tokens is not None:
         for line in journal.entries():
-            if line["s"] == "ok" and "o" not in line:
+            if "o" in line:
+                continue
+            if "w" in line:
+                spending.book(*line["w"])
+            elif line["s"] == "ok":
                 member = spec.committee.members.get(line["m"])
-                spending.add(line["r"], member.price if member else None, tuple(line.get("w", (0.0, 0))))
+                spending.add(line["r"], member.price if member else None, (0.0, 0))
     return spending
 
 

@@ -20,8 +20,10 @@ DropReason = Literal[
     "no_majority",
     "outvoted",
     "not_best",
+    "pending",
 ]
-"""In the order in which they are looked for; an answer is dropped for the first that applies."""
+"""In the order in which they are looked for; an answer is dropped for the first that applies. `pending` is not given
+here: the run was stopped before its judges were asked."""
 
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,4})?", re.ASCII)
 
@@ -37,8 +39,9 @@ class Selection:
 def select(judged: Sequence[Judged], config: SelectConfig, *, reference: Judged | None) -> Selection:
     """Selects among the answers of one seed. `reference` is the reference member's answer, which is never a row.
 
-    `min_score` and `beat_reference` compare scores, so they pass an answer that has none; dropping those is
-    `require_score`'s part. With `best` an answer without a score is dropped as soon as another one of the seed has one.
+    An answer that a panel should have scored and did not is dropped where a score is asked for: by `require_score`,
+    `min_score` or `beat_reference`. With `best` an answer without a score is dropped as soon as another one of the seed
+    has one.
     For `majority` every answer votes, also one that is dropped for another reason; an answer in which none can be found
     has no vote, and a tie for the first place has no winner.
     """
@@ -93,7 +96,9 @@ def _unfit(candidate: Judged, config: SelectConfig, reference: Judged | None) ->
             return "not_verified"
     score = candidate.score
     if score is None:
-        return "no_score" if config.require_score and candidate.score_state == "no_quorum" else None
+        beat = config.beat_reference and reference is not None and reference.score is not None
+        compared = config.require_score or config.min_score is not None or beat
+        return "no_score" if compared and candidate.score_state == "no_quorum" else None
     if config.min_score is not None and score < config.min_score:
         return "below_min_score"
     if config.beat_reference and reference is not None and reference.score is not None and score <= reference.score:

@@ -46,6 +46,12 @@ TOOL = {
 JUDGES = [{"members": ["judge"], "kind": "rubric"}]
 
 
+@pytest.fixture(autouse=True)
+def _short_outages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that only fails is down after half a second."""
+    monkeypatch.setattr("mopdctl.gensft.ask._DOWN_AFTER_S", 0.5)
+
+
 @contextmanager
 def serving(respond: Respond) -> Iterator[str]:
     """A server that says what it is told to say, however absurd; gives its base URL."""

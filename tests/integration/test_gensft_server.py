@@ -21,6 +21,12 @@ ROOT = Path(__file__).parents[2]
 WORDS = ["river", "lamp", "stone", "winter", "copper", "garden", "letter", "engine", "harbour", "violin", "market"]
 
 
+@pytest.fixture(autouse=True)
+def _short_outages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that only fails is down after half a second."""
+    monkeypatch.setattr("mopdctl.gensft.ask._DOWN_AFTER_S", 0.5)
+
+
 def member(url: str, model: str = "fake-chat:words=40", **more: Any) -> dict[str, Any]:
     """A member at the server."""
     price = {"input_per_million": 0.5, "output_per_million": 1.5}
@@ -472,3 +478,38 @@ def test_os_environ_is_the_only_way_in_for_a_key(tmp_path: Path) -> None:
                 make(path, tmp_path / "w")
             assert "sk-1" not in str(refused.value)
             assert "u:p" not in str(refused.value)
+
+
+def test_training_terms_are_asked_of_members_and_not_of_prompts(tmp_path: Path) -> None:
+    with run_in_thread(Faults()) as server:
+        members = {"a": member(server.url, outputs_may_train=True), "b": member(server.url)}
+        route = {"members": {"a": 1, "b": 1}}
+        path, _ = project(tmp_path, members, {"default": route}, filter={"require_training_terms": True})
+        document = make(path, tmp_path / "w")
+    rules = stages(document)["filter"]
+    assert stages(document)["seeds"]["out"] == rules["in"] == 30
+    assert 0 < rules["out"] < 30
+    assert {row["generator"] for row in _rows(tmp_path / "w")} == {"a"}
+
+
+def test_a_server_that_knows_no_seed_is_asked_without_one_and_each_sample_anew(tmp_path: Path) -> None:
+    with run_in_thread(Faults(refuse_params=("seed",))) as server:
+        path, _ = project(tmp_path, {"a": member(server.url, takes_seed=False)}, ONE, seeds=4, samples=3)
+        document = make(path, tmp_path / "w")
+        assert server.stats()["requests"] == 12
+    assert stages(document)["generate"]["out"] == 12
+    assert {row["sampling_seed"] for row in _rows(tmp_path / "w")} == {None}
+
+
+def test_a_budget_that_ends_before_the_judging_publishes_no_row_that_waits_for_it(tmp_path: Path) -> None:
+    with run_in_thread(Faults()) as server:
+        members = {alias: member(server.url, sampling={"max_tokens": 60}) for alias in ("a", "judge")}
+        path, _ = project(tmp_path, members, ONE, seeds=40, judges=JUDGES, max_tokens=2500)
+        document = make(path, tmp_path / "w")
+        assert not document["complete"]
+        assert document["rows"] == {"train": 0, "validation": 0}
+        assert stages(document)["select"]["dropped"]["pending"] > 0
+        path, _ = project(tmp_path, members, ONE, seeds=40, judges=JUDGES)
+        again = make(path, tmp_path / "w")
+    assert again["complete"]
+    assert sum(again["rows"].values()) == 40

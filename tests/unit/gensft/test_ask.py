@@ -64,6 +64,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mopdctl.engines.pace.asyncio.sleep", sleep)
     monkeypatch.setattr("mopdctl.engines.pace._FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("mopdctl.engines.pace._SHORTEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("mopdctl.gensft.ask._DOWN_AFTER_S", 0.0)
 
 
 def party(alias: str, script: Script, **more: Any) -> Party:
@@ -255,3 +256,35 @@ def test_raw_responses_of_failed_tries_are_in_the_journal(tmp_path: Path) -> Non
     lines = [(line["s"], line.get("r"), line.get("e")) for line in journal.entries() if line["s"] != "sent"]
     assert lines[0] == ("malformed", "no", "it was malformed")
     assert lines[1][0] == "ok"
+
+
+def test_an_outage_is_no_fault_of_the_requests_that_meet_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mopdctl.gensft.ask._DOWN_AFTER_S", 60.0)
+    calls = 0
+
+    def restarting(r: Request, n: int) -> Reply:
+        nonlocal calls
+        calls += 1
+        return bad("connection") if 100 < calls < 600 else good()
+
+    one = party("a", restarting, max_attempts=6)
+    _, journal, progress = run(tmp_path / "j", [one], [(request(i),) for i in range(300)])
+    assert progress.done == len(journal) == 300
+    assert progress.states["connection"] == 499
+    assert not one.down
+
+
+def test_a_bad_row_stops_nothing_where_only_its_fall_back_is_down(tmp_path: Path) -> None:
+    one = party("a", lambda r, n: bad("server_error") if r.key == request(3).key else good())
+    dead = party("b", lambda r, n: bad("unusable"))
+    why, journal, progress = run(tmp_path / "j", [one, dead], [(request(i), request(i, "b")) for i in range(10)])
+    assert why == ""
+    assert progress.done == 10
+    assert journal.state(request(3).key) is None
+
+
+def test_a_timeout_may_have_been_charged_and_counts_against_a_budget(tmp_path: Path) -> None:
+    spending = Spending(max_tokens=10**9)
+    one = party("a", lambda r, n: bad("timeout") if n == 1 else good())
+    run(tmp_path / "j", [one], [(request(0),)], spending)
+    assert spending.tokens == 15 + 35 + 32 + 4096

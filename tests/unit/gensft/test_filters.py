@@ -66,7 +66,7 @@ def test_the_order_of_the_rules_is_part_of_the_contract() -> None:
         "language",
         "length",
         "repetition",
-        "licence",
+        "license",
         "identical_reasoning",
     ]
     assert all(rule.name == name and rule.description for name, rule in RULES.items())
@@ -564,28 +564,28 @@ def test_prose_code_json_and_long_tables_are_no_loop(text: str) -> None:
 
 def test_a_licence_is_checked_only_where_a_list_is_given() -> None:
     settings = FilterSettings(licenses_allowed=("MIT", "Apache-2.0"))
-    assert fails("licence", answered("3", license="mit"), settings) is None
+    assert fails("license", answered("3", license="mit"), settings) is None
     assert (
-        fails("licence", answered("3", license="CC-BY-NC-4.0"), settings) == "the licence of the seed is CC-BY-NC-4.0"
+        fails("license", answered("3", license="CC-BY-NC-4.0"), settings) == "the licence of the seed is CC-BY-NC-4.0"
     )
-    assert fails("licence", answered("3"), settings) == "the licence of the seed is unknown"
-    assert fails("licence", answered("3", license=None)) is None
-    assert fails("licence", answered("3", license="CC-BY-NC-4.0")) is None
-    assert fails("licence", answered("3", license="MIT"), FilterSettings(licenses_allowed=()))
+    assert fails("license", answered("3"), settings) == "the licence of the seed is unknown"
+    assert fails("license", answered("3", license=None)) is None
+    assert fails("license", answered("3", license="CC-BY-NC-4.0")) is None
+    assert fails("license", answered("3", license="MIT"), FilterSettings(licenses_allowed=()))
 
 
 def test_the_licence_and_the_terms_of_the_member_count_too() -> None:
     settings = FilterSettings(licenses_allowed=("MIT",), require_training_terms=True)
     good = {"license": "MIT", "member_license": "MIT", "outputs_may_train": True}
-    assert fails("licence", answered("3", **good), settings) is None
+    assert fails("license", answered("3", **good), settings) is None
     for more, reason in (
         ({"member_license": "llama3"}, "the licence of the member is llama3"),
         ({"member_license": None}, "the licence of the member is unknown"),
         ({"outputs_may_train": False}, "the member's terms forbid training"),
-        ({"outputs_may_train": None}, "whether the member's terms allow training is unknown"),
+        ({"outputs_may_train": None}, "the member's terms on training are unknown"),
     ):
-        assert fails("licence", answered("3", **{**good, **more}), settings) == reason
-        assert fails("licence", answered("3", **{**good, **more})) is None
+        assert fails("license", answered("3", **{**good, **more}), settings) == reason
+        assert fails("license", answered("3", **{**good, **more})) is None
 
 
 def test_reasoning_that_is_the_answer_fails() -> None:

@@ -70,8 +70,8 @@ def test_only_what_a_verifier_did_not_pass_is_dropped_when_verification_is_requi
 
 def test_a_score_below_the_least_is_dropped_and_a_missing_one_is_not_taken_for_a_low_one() -> None:
     answers = [judged(0, 6.9), judged(1, 7.0), judged(2)]
-    assert outcome(answers, min_score=7) == {0: "below_min_score", 1: "kept", 2: "kept"}
-    assert outcome(answers, min_score=7, require_score=True) == {0: "below_min_score", 1: "kept", 2: "no_score"}
+    assert outcome(answers, min_score=7) == {0: "below_min_score", 1: "kept", 2: "no_score"}
+    assert outcome([judged(0, score_state="not_judged")], min_score=7) == {0: "kept"}
 
 
 def test_a_required_score_is_required_of_those_that_a_panel_should_have_scored() -> None:
@@ -81,7 +81,7 @@ def test_a_required_score_is_required_of_those_that_a_panel_should_have_scored()
 
 def test_answers_have_to_beat_the_reference_where_both_have_a_score() -> None:
     answers = [judged(0, 4.0), judged(1, 5.0), judged(2, 6.0), judged(3)]
-    beaten = {0: "below_reference", 1: "below_reference", 2: "kept", 3: "kept"}
+    beaten = {0: "below_reference", 1: "below_reference", 2: "kept", 3: "no_score"}
     assert outcome(answers, reference=judged(-1, 5.0), beat_reference=True) == beaten
     for reference in (None, judged(-1), judged(-1, state="truncated")):
         assert set(outcome(answers, reference=reference, beat_reference=True).values()) == {"kept"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopdctl.gensft.rows import SCHEMA, compact, table, text_of
+from mopdctl.gensft.rows import SCHEMA, compact, duplicate_text, table
 from mopdctl.gensft.write import SplitWriter, split_of
 
 
@@ -129,6 +129,6 @@ def test_the_compared_text_is_what_was_asked_for() -> None:
         {"role": "tool", "content": "R"},
         {"role": "assistant", "content": "A"},
     ]
-    assert text_of(messages, "conversation") == "Q\n\nf {}\nR\nA"
-    assert text_of(messages, "prompt") == "Q\n\nf {}\nR"
-    assert text_of(messages, "answer") == "A"
+    assert duplicate_text(messages, "conversation") == "Q\nf {}\nR\nA"
+    assert duplicate_text(messages, "prompt") == "Q\nf {}\nR"
+    assert duplicate_text(messages, "answer") == "A"
