@@ -260,7 +260,7 @@ def test_a_budget_that_ends_the_judging_is_gone_on_from_with_a_larger_one(tmp_pa
         first = make(project(tmp_path, members, 12, max_tokens=1500, **gen))
         assert first["stopped"] == "the budget is used up"
         assert stage(first, "generate")["out"] == 12
-        assert stage(first, "select")["dropped"]["no_score"] > 0
+        assert stage(first, "select")["dropped"]["pending"] > 0
         again = make(project(tmp_path, members, 12, **gen))
     assert not first["complete"]
     assert stage(again, "select")["dropped"] == {}

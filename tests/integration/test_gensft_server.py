@@ -512,4 +512,4 @@ def test_a_budget_that_ends_before_the_judging_publishes_no_row_that_waits_for_i
         path, _ = project(tmp_path, members, ONE, seeds=40, judges=JUDGES)
         again = make(path, tmp_path / "w")
     assert again["complete"]
-    assert sum(again["rows"].values()) == 40
+    assert sum(again["rows"].values()) == stages(again)["decontaminate"]["out"] >= 39
