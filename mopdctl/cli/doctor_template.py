@@ -34,11 +34,13 @@ def template(
     path = Workspace(workspace).resolve_model(model)
     prepare_runtime()
     with stdout_reserved():
+        from mopdctl.engines.tokenizers import ChatTokenizer
         from mopdctl.train.runtime import quiet_libraries
-        from mopdctl.train.template import load_tokenizer, probe
+        from mopdctl.train.template import probe
 
         quiet_libraries()
-        report = probe(*load_tokenizer(path), model)
+        chat = ChatTokenizer.load(path)
+        report = probe(chat.tokenizer, chat.eos_ids, model)
     if as_json:
         result_json(asdict(report))
     else:

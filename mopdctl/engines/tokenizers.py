@@ -1,11 +1,44 @@
-"""Whether two models speak the same tokens: vocabulary map, special tokens, end tokens and chat template."""
+"""Tokenizers without their models; and whether two models speak the same tokens.
+
+Compared are vocabulary map, special tokens, end tokens and chat template.
+"""
 
 import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
 from mopdctl.engines.hf import HFModel
+from mopdctl.errors import InputError
 from mopdctl.files import digest, fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenizer:
+    """What a checkpoint says of its conversations, read without its weights."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    """Ids that end an answer, of the generation config and the tokenizer; empty if neither names one."""
+    max_length: int
+    """The most tokens that the model takes."""
+
+    @classmethod
+    def load(cls, path: str) -> "ChatTokenizer":
+        """Reads it from a folder or hub id. Raises InputError if there is no configuration or no tokenizer."""
+        try:
+            config = AutoConfig.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            try:
+                configured = GenerationConfig.from_pretrained(path).eos_token_id
+            except OSError:  # an optional file
+                configured = config.get_text_config().eos_token_id
+        except (OSError, ValueError) as error:
+            raise InputError(f"model {path}: {str(error).splitlines()[0]}") from None
+        found = {configured} if isinstance(configured, int) else set(configured or ())
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        return cls(tokenizer, frozenset(found | ({tokenizer.eos_token_id} - {None})), int(longest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from mopdctl.config.sft import SftConfig
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.layout import check_keeps_apart, token_logprobs
+from mopdctl.engines.tokenizers import ChatTokenizer
 from mopdctl.errors import InputError
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.runs import (
@@ -29,7 +30,7 @@ from mopdctl.train.batch import MicroBatch, cut, cut_packs
 from mopdctl.train.data import row_conversation, row_loss_on, row_tools
 from mopdctl.train.optimizer import Optimizers, build_optimizers, learning_rate
 from mopdctl.train.rows import iterate_rows
-from mopdctl.train.stages import ChatTokenizer, Stage, all_files, plan_stages
+from mopdctl.train.stages import Stage, all_files, plan_stages
 from mopdctl.train.state import load_state, save_state
 from mopdctl.train.step import TokenLoss, accumulate
 
@@ -55,6 +56,8 @@ def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path, dry_run: bo
         record = _record(config, start, files)
         check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
         chat = ChatTokenizer.load(start)
+        if not chat.eos_ids:
+            raise InputError(f"model {start}: neither model nor tokenizer names an end token")
         document["stages"] = _reports(plan_stages(config, chat, files, max_positions=chat.max_length))
     return document
 

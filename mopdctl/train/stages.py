@@ -3,17 +3,14 @@
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from mopdctl.config.sft import SftConfig, SftStage
 from mopdctl.config.train import TrainConfig
 from mopdctl.engines.base import stream_seed
-from mopdctl.engines.hf import eos_token_ids
 from mopdctl.errors import InputError
 from mopdctl.runs import Workspace
 from mopdctl.train.order import draw_mixture
@@ -60,32 +57,6 @@ class Stage:
             "packs": packs if self.packed else None,
             "fill": round(tokens / (packs * self.max_length), 6) if self.packed else None,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTokenizer:
-    """What planning needs of a model: no weights."""
-
-    tokenizer: Any
-    eos_ids: frozenset[int]
-    max_length: int
-    """The most tokens that the model takes."""
-
-    @classmethod
-    def load(cls, path: str) -> "ChatTokenizer":
-        """Reads it from a checkpoint folder or hub id. Raises InputError if there is none."""
-        try:
-            config = AutoConfig.from_pretrained(path)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            try:
-                generation = GenerationConfig.from_pretrained(path)
-            except OSError:  # an optional file
-                generation = GenerationConfig.from_model_config(config)
-        except (OSError, ValueError) as error:
-            raise InputError(f"model {path}: {str(error).splitlines()[0]}") from None
-        model = SimpleNamespace(generation_config=generation, name_or_path=path)
-        longest = getattr(config, "max_position_embeddings", None) or 1 << 30
-        return cls(tokenizer, eos_token_ids(model, tokenizer), int(longest))
 
 
 def configured_stages(config: SftConfig) -> list[SftStage]:

@@ -61,26 +61,6 @@ class TemplateReport:
         return tuple(finding.name for finding in self.findings if finding.state == "bad")
 
 
-def load_tokenizer(path: str) -> tuple[Any, frozenset[int]]:
-    """The tokenizer of a checkpoint in a folder or on the hub, and the ids that end an answer; loads no weights.
-
-    Raises InputError if transformers can read no configuration or no tokenizer there.
-    """
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        try:
-            configured = GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:  # a model without the file takes them from its configuration
-            configured = config.get_text_config().eos_token_id
-    except (OSError, ValueError) as error:
-        raise InputError(f"model {path}: {str(error).splitlines()[0]}") from None
-    found = {configured} if isinstance(configured, int) else set(configured or ())
-    return tokenizer, frozenset(found | ({tokenizer.eos_token_id} - {None}))
-
-
 def probe(tokenizer: Any, eos_ids: frozenset[int], name: str) -> TemplateReport:
     """Runs every probe on the chat template of `tokenizer`; `name` is the model's, for messages.
 

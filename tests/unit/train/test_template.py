@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from mopdctl.cli.doctor_template import template as command
+from mopdctl.engines.tokenizers import ChatTokenizer
 from mopdctl.errors import CheckFailedError, InputError
-from mopdctl.train.template import Finding, TemplateReport, load_tokenizer, probe
+from mopdctl.train.template import Finding, TemplateReport, probe
 
 BASE = Path(__file__).parents[3] / "mopdctl" / "world" / "base"
 
@@ -394,15 +395,15 @@ def test_a_tokenizer_without_template_is_refused(report: Callable[..., TemplateR
 
 def test_end_tokens_come_from_generation_config_else_config_and_from_the_tokenizer(tmp_path: Path) -> None:
     folder = shutil.copytree(BASE, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert load_tokenizer(str(folder))[1] == {1}
+    assert ChatTokenizer.load(str(folder)).eos_ids == {1}
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert load_tokenizer(str(folder))[1] == {1, 3, 4}
+    assert ChatTokenizer.load(str(folder)).eos_ids == {1, 3, 4}
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
-    assert load_tokenizer(str(folder))[1] == {1, 2}
+    assert ChatTokenizer.load(str(folder)).eos_ids == {1, 2}
     with pytest.raises(InputError, match="Unrecognized model"):
-        load_tokenizer(str(tmp_path))
+        ChatTokenizer.load(str(tmp_path))
 
 
 def test_the_base_model_that_ships_trains_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
