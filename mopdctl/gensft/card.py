@@ -11,6 +11,7 @@ from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.gensft.build import Quarantine, Report
+from mopdctl.gensft.filters import RULES
 from mopdctl.gensft.plan import Plan
 
 
@@ -106,6 +107,7 @@ def card(config: GenConfig, committee: CommitteeFile, document: dict[str, Any]) 
         "",
         "What was dropped is in `quarantine/`, with the reason in every entry.",
         "",
+        *_rules(document),
         "## Committee",
         "",
         _table(
@@ -168,6 +170,13 @@ def _route(committee: CommitteeFile, domain: str) -> list[str]:
         f"{a}: {', '.join(f'{k}={v}' for k, v in found.items()) or 'defaults'}" for a, found in settings.items()
     )
     return [who, shown]
+
+
+def _rules(document: dict[str, Any]) -> list[str]:
+    """What the rules that dropped something look for."""
+    dropped = next(stage["dropped"] for stage in document["stages"] if stage["stage"] == "filter")
+    lines = [f"- `{name}`: {rule.description}" for name, rule in RULES.items() if name in dropped]
+    return [*lines, ""] if lines else []
 
 
 def _judges(document: dict[str, Any]) -> str:
