@@ -316,13 +316,13 @@ class Running:
 
 @contextmanager
 def run_in_thread(
-    faults: Faults | None = None, *, on_request: Callable[[dict[str, Any]], None] | None = None
+    faults: Faults | None = None, *, port: int = 0, on_request: Callable[[dict[str, Any]], None] | None = None
 ) -> Iterator[Running]:
-    """A server on a free loopback port for as long as the context lasts; None has no faults."""
+    """A server on a loopback port (0: any that is free) for as long as the context lasts; None has no faults."""
     server = FakeServer(faults or Faults(), on_request=on_request)
     loop = asyncio.new_event_loop()
     said: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
-    task = loop.create_task(server.serve("127.0.0.1", 0, ready=said.put))
+    task = loop.create_task(server.serve("127.0.0.1", port, ready=said.put))
 
     def work() -> None:
         try:

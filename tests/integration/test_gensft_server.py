@@ -118,18 +118,18 @@ def test_fifty_kills_change_no_byte_and_no_request_is_paid_for_twice(tmp_path: P
     gen = {"samples": 2, "judges": JUDGES, "select": [{"strategy": "best"}], "write": {"validation_share": 0.2}}
     routes = {"default": {"members": {"a": 2, "b": 1}, "reference": "judge"}}
     expected: dict[str, bytes] = {}
-    runs = 0
+    runs = replayed = port = 0
     while kills < 50:
-        with run_in_thread(Faults(latency_s=0.06)) as server:
-            # The port is another one each time, and part of the request's key: the data set must not depend on it here.
-            folder = tmp_path / f"run{runs}"
+        with run_in_thread(Faults(latency_s=0.06), port=port) as server:  # the address is part of every key
+            port = int(server.url.removesuffix("/v1").rpartition(":")[2])
+            workspace = tmp_path / f"w{runs}"
             made = {alias: member(server.url, **settings) for alias, settings in members.items()}
-            _, words = project(folder, made, routes, seeds=100, **gen)
+            _, words = project(tmp_path, made, routes, seeds=100, **gen)
             started = time.monotonic()
             lives = 0
             while True:
                 process = subprocess.Popen(
-                    command(words, folder / "w"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                    command(words, workspace), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
                 )
                 if runs == 0:  # the undisturbed one
                     process.wait(timeout=120)
@@ -146,36 +146,21 @@ def test_fifty_kills_change_no_byte_and_no_request_is_paid_for_twice(tmp_path: P
                 if process.returncode == 0:
                     break
             stats = server.stats()
-            found = content(folder / "w" / "datasets" / "made")
+            found = content(workspace / "datasets" / "made")
             assert stats["bodies_billed_twice"] == 0
             assert stats["billed"] == stats["distinct_bodies_billed"]
             manifest = json.loads(found["manifest.json"])
             assert stats["billed"] == sum(m["requests"] for m in manifest["members"].values())
             # What was answered but not yet written down when the kill came is at most what was under way.
             assert stats["replayed"] + stats["aborted"] <= 16 * (lives - 1)
-            again = subprocess.run(command(words, folder / "w"), cwd=ROOT, capture_output=True, text=True)
+            again = subprocess.run(command(words, workspace), cwd=ROOT, capture_output=True, text=True)
             assert again.returncode == 0, again.stderr
             assert server.stats()["requests"] == stats["requests"]
-        rows = _without_keys(folder)
-        if runs == 0:
-            expected = rows
-        assert rows == expected
+        expected = expected or found
+        assert found == expected
+        replayed += stats["replayed"] + stats["aborted"]
         runs += 1
-
-
-def _without_keys(folder: Path) -> dict[str, Any]:
-    """The data set's rows without the requests' keys, which hang on the port, and its counts."""
-    import pyarrow.parquet as pq
-
-    made = folder / "w" / "datasets" / "made"
-    manifest = json.loads((made / "manifest.json").read_text("utf-8"))
-    tables = {p.name: pq.read_table(p).drop_columns("request_key").to_pylist() for p in sorted(made.glob("data/*"))}
-    return {
-        "tables": tables,
-        "stages": manifest["stages"],
-        "members": manifest["members"],
-        "judges": manifest["judges"],
-    }
+    assert replayed > 0  # some kills came between an answer and its line in the journal
 
 
 # NVIDIA-NeMo/DataDesigner #703, #730
