@@ -9,8 +9,9 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mopdctl.errors import InputError
 
@@ -64,13 +65,17 @@ def dump_json(document: Any) -> str:
     return json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes `text` so that a reader sees the old file or the new one, never a part: temporary file, fsync, rename."""
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of `path` when the block ends well: temporary file, fsync, rename.
+
+    A reader sees the old file or the new one, never a part.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(text.encode("utf-8"))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # noqa: PTH101 - the file is known by name only
@@ -79,6 +84,12 @@ def write_text(path: Path, text: str) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` whole."""
+    with writing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -10,9 +10,9 @@ from mopdctl import __version__
 from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
 from mopdctl.files import file_digest, fingerprint
-from mopdctl.gensft.build import Quarantine, Report
 from mopdctl.gensft.filters import RULES
 from mopdctl.gensft.plan import Plan
+from mopdctl.gensft.report import Quarantine, Report
 
 
 def manifest(record: dict[str, Any], report: Report, folder: Path, *, plan: Plan) -> dict[str, Any]:

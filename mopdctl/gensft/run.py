@@ -8,8 +8,8 @@ import asyncio
 import errno
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import write_json
 from mopdctl.gensft.ask import Asking, Progress, Spending
 from mopdctl.gensft.assess import Assessor
-from mopdctl.gensft.build import Report, build
+from mopdctl.gensft.build import build
 from mopdctl.gensft.card import card, manifest
 from mopdctl.gensft.journal import Journal
 from mopdctl.gensft.members import enlist
@@ -27,6 +27,7 @@ from mopdctl.gensft.prior import read_texts
 from mopdctl.gensft.question_index import allowed_texts
 from mopdctl.gensft.question_parts import Document
 from mopdctl.gensft.questions import read_questions
+from mopdctl.gensft.report import Report
 from mopdctl.gensft.spec import Spec, finished, run_folder
 from mopdctl.runs import building, locked
 
@@ -154,7 +155,7 @@ async def _ask(
                 on_progress=partial(_report, on_progress, phase, spending),
                 on_note=on_note,
             )
-            with suppress(NotImplementedError, RuntimeError, ValueError):  # signals belong to the main thread
+            if threading.current_thread() is threading.main_thread():  # signals are its alone
                 loop.add_signal_handler(signal.SIGTERM, asking.stop, "interrupted")
             if phase == "generate":
                 chains = (chain for seed in plan for _, chain in spec.router.chains(seed))

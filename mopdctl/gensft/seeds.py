@@ -5,8 +5,6 @@ A row that cannot be used goes to quarantine with its place and the reason, and 
 
 import codecs
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -16,7 +14,7 @@ from typing import Any
 
 from mopdctl.config.gensft import SeedSource
 from mopdctl.errors import InputError
-from mopdctl.files import digest, fingerprint, sync_folder
+from mopdctl.files import digest, fingerprint, writing
 from mopdctl.gensft.attributes import check_attributes, make_prompts
 from mopdctl.gensft.records import Seed
 from mopdctl.gensft.seed_rows import FoundRow, UnusableRowError, row_seed
@@ -74,23 +72,12 @@ def read_seeds(
 
 def write_plan(path: Path, seeds: Iterable[Seed]) -> int:
     """Writes seeds as JSONL, one by one, into a file that appears whole or not at all. Returns their number."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     written = 0
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            for seed in seeds:
-                document = {name: getattr(seed, name) for name in _SEED_FIELDS}
-                file.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
-                written += 1
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # noqa: PTH101 - the file is known by name only
-        os.replace(temporary, path)  # noqa: PTH105
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with writing(path) as file:
+        for seed in seeds:
+            document = {name: getattr(seed, name) for name in _SEED_FIELDS}
+            file.write(json.dumps(document, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            written += 1
     return written
 
 
