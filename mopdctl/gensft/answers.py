@@ -7,27 +7,14 @@ and no document raises: what cannot be read is a state with a reason.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
+
+from mopdctl.gensft.records import AnswerState
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # DeepSeek and older vLLM, newer vLLM, Harmony
 _CUT = ("length", "max_tokens")
 _DONE = ("stop", "tool_calls", "function_call")
 _OPEN, _CLOSE = "<think>", "</think>"
-
-
-class AnswerState(StrEnum):
-    """How an answer ended. Only `ok` can become a row; the others are states, never scores."""
-
-    OK = "ok"
-    TRUNCATED = "truncated"
-    """Cut at the token limit, whatever the text looks like: ask again with more tokens."""
-    REFUSED = "refused"
-    """The server said so: a content filter or a `refusal` field. A refusal in words is for the filters to find."""
-    EMPTY = "empty"
-    """Ended by itself with neither text nor a tool call."""
-    MALFORMED = "malformed"
-    """No usable chat completion: an error document, missing choices, fields of the wrong type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +39,22 @@ class _MalformedError(ValueError):
     """The document is no chat completion; the message says why."""
 
 
+def usage(raw: Any) -> tuple[int | None, int | None]:
+    """Prompt and answer tokens of a response as the server counted them; None where it did not, or absurdly."""
+    found = raw.get("usage") if isinstance(raw, Mapping) else None
+    counts = [
+        found.get(name) if isinstance(found, Mapping) else None for name in ("prompt_tokens", "completion_tokens")
+    ]
+    prompt, completion = (c if type(c) is int and 0 <= c < 2**53 else None for c in counts)
+    return prompt, completion
+
+
 def parse_answer(raw: Any, *, requested_n: int = 1, choice: int = 0) -> ParsedAnswer:
     """The answer in choice number `choice` of an OpenAI `chat.completion` document. Never raises for a JSON value.
 
     A response with another number of choices than `requested_n` is malformed as a whole, so that none is lost.
     """
-    usage = raw.get("usage") if isinstance(raw, Mapping) else None
-    prompt_tokens, completion_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    prompt_tokens, completion_tokens = usage(raw)
     notes = [] if None not in (prompt_tokens, completion_tokens) else ["usage_missing"]
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     finish_reason = None
@@ -236,11 +232,6 @@ def _text(source: Mapping[str, Any], field: str) -> str:
     if not isinstance(value, str | None):
         raise _MalformedError(f"{field!r} is a {type(value).__name__} where text is needed")
     return value or ""
-
-
-def _count(usage: Any, field: str) -> int | None:
-    value = usage.get(field) if isinstance(usage, Mapping) else None
-    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def _one_line(text: str) -> str:

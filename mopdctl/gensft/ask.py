@@ -18,6 +18,7 @@ from mopdctl.config.committee import Price
 from mopdctl.engines.chat import ChatEngine, Reply
 from mopdctl.engines.pace import Pace, backoff_s
 from mopdctl.errors import MopdctlError
+from mopdctl.gensft.answers import usage
 from mopdctl.gensft.journal import Journal
 
 _BYTES_PER_TOKEN = 3.5
@@ -125,14 +126,6 @@ class Progress:
     """Tokens of answers that came in this round."""
     states: Counter[str] = field(default_factory=Counter)
     """How attempts ended, by state."""
-
-
-def usage(document: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Prompt and answer tokens as the server counted them; None where it did not."""
-    found = document.get("usage")
-    counts = [found.get(name) if isinstance(found, dict) else None for name in ("prompt_tokens", "completion_tokens")]
-    prompt, completion = (c if type(c) is int and 0 <= c < 2**53 else None for c in counts)
-    return prompt, completion
 
 
 def estimated_prompt_tokens(body: Mapping[str, Any]) -> int:

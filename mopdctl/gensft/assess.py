@@ -177,7 +177,7 @@ class Assessor:
                 found = parse_answer(line["r"])
                 answer = Answer(
                     sample_index=index,
-                    state=found.state.value,
+                    state=found.state,
                     message=found.message,
                     finish_reason=found.finish_reason,
                     member=request.member,
@@ -189,9 +189,9 @@ class Assessor:
                     notes=found.notes,
                 )
                 return answer, line["r"]
-        state: AnswerState = "infra_error" if self.over else "pending"
+        state = AnswerState.INFRA_ERROR if self.over else AnswerState.PENDING
         if all(s == "rejected" for s in states):
-            state = "rejected"
+            state = AnswerState.REJECTED
         first = chain[0]
         return Answer(index, state, {}, None, first.member, first.body, first.key, None, None, detail), None
 

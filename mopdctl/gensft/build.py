@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
 from mopdctl.gensft import decontaminate
-from mopdctl.gensft.ask import usage
+from mopdctl.gensft.answers import usage
 from mopdctl.gensft.assess import UNANSWERED, Assessed, Assessor
 from mopdctl.gensft.dedup import find_duplicates
 from mopdctl.gensft.judge_report import JudgeReport

@@ -7,7 +7,7 @@ from typing import Any
 from mopdctl.gensft.ask import Request, estimated_prompt_tokens, most_of, most_tokens
 from mopdctl.gensft.judge import judge_requests
 from mopdctl.gensft.plan import usable_seeds
-from mopdctl.gensft.records import Answer, Seed
+from mopdctl.gensft.records import Answer, AnswerState, Seed
 from mopdctl.gensft.spec import Spec
 
 
@@ -49,7 +49,7 @@ def _judging(spec: Spec, seed: Seed, asked: list[tuple[int, tuple[Request, ...]]
     if panel is None:
         return []
     answers = [
-        Answer(index, "ok", {"role": "assistant", "content": ""}, "stop", r.member, r.body, r.key, None, None)
+        Answer(index, AnswerState.OK, {"role": "assistant", "content": ""}, "stop", r.member, r.body, r.key, None, None)
         for index, (r, *_) in asked
     ]
     longest = {index: max(most_tokens(request.body)[1] for request in chain) for index, chain in asked}

@@ -82,14 +82,6 @@ class Rule:
     check: Callable[[Row, FilterSettings], str | None]
 
 
-def apply_rules(row: Row, settings: FilterSettings) -> tuple[str, str] | None:
-    """The first rule that the row fails and the reason, or None."""
-    for name, rule in RULES.items():
-        if name not in settings.off and (reason := rule.check(row, settings)):
-            return name, reason
-    return None
-
-
 def all_failures(row: Row, settings: FilterSettings) -> list[tuple[str, str]]:
     """Every rule that the row fails with the reason, in order."""
     return [

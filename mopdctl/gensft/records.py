@@ -1,6 +1,7 @@
 """What the stages hand to each other."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -29,9 +30,24 @@ class Seed:
     """Where it was read, for messages."""
 
 
-AnswerState = Literal["ok", "truncated", "refused", "empty", "malformed", "infra_error", "rejected", "pending"]
-"""How the asking ended. `infra_error`: tries used up or member down; `rejected`: the server took none of it (a prompt
-too long, say); `pending`: not asked yet, because a budget or an interrupt stopped the run."""
+class AnswerState(StrEnum):
+    """How asking for an answer ended. Only `ok` can become a row; the others are states, never scores."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    """Cut at the token limit, whatever the text looks like: ask again with more tokens."""
+    REFUSED = "refused"
+    """The server said so: a content filter or a `refusal` field. A refusal in words is for the rules to find."""
+    EMPTY = "empty"
+    """Ended by itself with neither text nor a tool call."""
+    MALFORMED = "malformed"
+    """No usable chat completion: an error document, too many choices, fields of the wrong type."""
+    INFRA_ERROR = "infra_error"
+    """Tries used up, or the member down."""
+    REJECTED = "rejected"
+    """The server will never take it: a prompt too long, say."""
+    PENDING = "pending"
+    """Not asked yet: a budget or an interrupt stopped the run."""
 
 
 @dataclass(frozen=True, slots=True)

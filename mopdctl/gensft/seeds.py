@@ -18,7 +18,7 @@ from mopdctl.files import digest, fingerprint, writing
 from mopdctl.gensft.attributes import check_attributes, make_prompts
 from mopdctl.gensft.records import Seed
 from mopdctl.gensft.seed_rows import FoundRow, UnusableRowError, row_seed
-from mopdctl.train.rows import Row
+from mopdctl.train.rows import without_nulls
 
 Quarantine = Callable[[dict[str, Any]], None]
 
@@ -81,14 +81,14 @@ def write_plan(path: Path, seeds: Iterable[Seed]) -> int:
     return written
 
 
-def read_plan(path: Path, *, limit: int | None = None) -> Iterator[Seed]:
-    """The seeds that `write_plan` wrote, at most `limit`, one by one. Raises InputError for anything else."""
+def read_plan(path: Path) -> Iterator[Seed]:
+    """The seeds that `write_plan` wrote, one by one. Raises InputError for anything else."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); plan anew") from None
     with file:
-        for number, line in enumerate(islice(file, limit), start=1):
+        for number, line in enumerate(file, start=1):
             yield _planned(line, f"{path}:{number}")
 
 
@@ -205,7 +205,7 @@ def _parquet_rows(path: Path) -> Iterator[FoundRow]:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for row in range(batch.num_rows):
                     try:
-                        yield FoundRow(str(path), number, None, _without_nulls(batch.slice(row, 1).to_pylist()[0]))
+                        yield FoundRow(str(path), number, None, without_nulls(batch.slice(row, 1).to_pylist()[0]))
                     except UnicodeDecodeError:
                         yield FoundRow(str(path), number, None, {}, "holds text that is not UTF-8")
                     number += 1
@@ -229,16 +229,4 @@ def _dataset_rows(source: SeedSource, base: Path) -> Iterator[FoundRow]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{name}: cannot be loaded ({reason}); check dataset, config, split and revision") from None
     for number, row in enumerate(rows):
-        yield FoundRow(name, number, None, _without_nulls(row))
-
-
-def _without_nulls(row: Row) -> Row:
-    """A row of a table without the nulls that only say that other rows have the field."""
-    found = {key: value for key, value in row.items() if value is not None}
-    return found | {key: _present(found[key]) for key in ("messages", "tools") if key in found}
-
-
-def _present(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+        yield FoundRow(name, number, None, without_nulls(row))

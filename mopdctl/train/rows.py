@@ -48,8 +48,7 @@ def iterate_rows(path: Path) -> Iterator[tuple[str, Row]]:
         for group in range(file.num_row_groups):
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
                 for row in batch.to_pylist():
-                    found = {key: value for key, value in row.items() if value is not None}
-                    yield f"{path} row {number}", found | {key: _present(found[key]) for key in _OPEN & found.keys()}
+                    yield f"{path} row {number}", without_nulls(row)
                     number += 1
 
 
@@ -75,7 +74,13 @@ def _parquet(path: Path) -> Any:
 
 # Columns whose objects may have keys of their own. Parquet gives every row the keys of all rows and fills them with
 # null, which a template would print. Elsewhere, in a reference say, a null may be meant.
-_OPEN = {"messages", "tools"}
+_OPEN = ("messages", "tools")
+
+
+def without_nulls(row: Row) -> Row:
+    """A row of a table without the nulls that only say that other rows have the field."""
+    found = {key: value for key, value in row.items() if value is not None}
+    return found | {key: _present(found[key]) for key in _OPEN if key in found}
 
 
 def _present(value: Any) -> Any:

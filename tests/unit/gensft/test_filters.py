@@ -10,13 +10,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mopdctl.errors import InputError
-from mopdctl.gensft.filters import RULES, FilterSettings, all_failures, apply_rules
+from mopdctl.gensft.filters import RULES, FilterSettings, all_failures
 
 DEFAULT = FilterSettings()
 ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
+
+
+def first_failure(row: Any, settings: FilterSettings) -> tuple[str, str] | None:
+    """The rule under whose name a row is dropped."""
+    return next(iter(all_failures(row, settings)), None)
 
 
 def user(content: str = "What is 1 + 2?") -> dict[str, Any]:
@@ -74,15 +79,15 @@ def test_the_order_of_the_rules_is_part_of_the_contract() -> None:
 
 def test_the_first_failing_rule_names_the_row_and_all_of_them_are_listed() -> None:
     bad = row(assistant("I can't help with that.</think>"), finish_reason="length")
-    assert apply_rules(bad, DEFAULT) == ("truncated", "cut at the token limit")
+    assert first_failure(bad, DEFAULT) == ("truncated", "cut at the token limit")
     assert [name for name, _ in all_failures(bad, DEFAULT)] == ["truncated", "refusal", "think_leak", "role_order"]
-    assert apply_rules(answered("The sum is 3."), DEFAULT) is None
+    assert first_failure(answered("The sum is 3."), DEFAULT) is None
     assert all_failures(answered("The sum is 3."), DEFAULT) == []
 
 
 def test_a_rule_that_is_off_is_not_applied() -> None:
     bad = answered("<think>hm", finish_reason="length")
-    assert apply_rules(bad, FilterSettings(off=("truncated",))) == ("think_leak", "'<think' in the answer")
+    assert first_failure(bad, FilterSettings(off=("truncated",))) == ("think_leak", "'<think' in the answer")
     assert all_failures(bad, FilterSettings(off=("truncated", "think_leak"))) == []
 
 
@@ -103,7 +108,7 @@ def test_settings_that_cannot_work_are_refused_at_once(more: dict[str, Any], mes
 # vllm-project/vllm #35296, vllm-project/speculators #835
 @pytest.mark.parametrize("more", [{"finish_reason": "length"}, {"answer_state": "truncated"}])
 def test_a_cut_answer_fails_however_whole_it_looks(more: dict[str, Any]) -> None:
-    assert apply_rules(answered("The sum is 3.", **more), DEFAULT) == ("truncated", "cut at the token limit")
+    assert first_failure(answered("The sum is 3.", **more), DEFAULT) == ("truncated", "cut at the token limit")
 
 
 # vllm-project/vllm #52640
@@ -117,7 +122,7 @@ def test_an_answer_without_text_and_calls_is_empty() -> None:
 
 @pytest.mark.parametrize("state", ["empty", "malformed", "infra_error", "rejected", "pending"])
 def test_an_answer_that_did_not_come_fails_with_its_state(state: str) -> None:
-    assert apply_rules(answered("The sum is 3.", answer_state=state), DEFAULT) == ("empty", f"the answer is {state}")
+    assert first_failure(answered("The sum is 3.", answer_state=state), DEFAULT) == ("empty", f"the answer is {state}")
 
 
 REFUSALS = [
@@ -309,7 +314,7 @@ def test_the_markup_of_calls_fails_only_where_calls_should_have_been_parsed(text
     ],
 )
 def test_phrases_that_give_the_making_away_fail(text: str) -> None:
-    assert apply_rules(answered(text), DEFAULT) == ("leakage", fails("leakage", answered(text)))
+    assert first_failure(answered(text), DEFAULT) == ("leakage", fails("leakage", answered(text)))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +360,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_turns_in_order_pass(messages: list[dict[str, Any]]) -> None:
-    assert apply_rules(row(*messages, tools=[ADD]), DEFAULT) is None
+    assert first_failure(row(*messages, tools=[ADD]), DEFAULT) is None
 
 
 # huggingface/smol-course #260: the second assistant turn was labelled user.
@@ -437,7 +442,7 @@ def test_calls_without_any_tools_fail_and_ids_may_begin_anew_in_each_step() -> N
     ],
 )
 def test_lists_of_functions_pass(tools: Any) -> None:
-    assert apply_rules(answered("3", tools=tools), DEFAULT) is None
+    assert first_failure(answered("3", tools=tools), DEFAULT) is None
 
 
 @pytest.mark.parametrize(
@@ -613,5 +618,5 @@ def test_no_row_makes_a_rule_raise_and_the_first_failure_is_the_first_of_all(
     made: dict[str, Any], more: dict[str, Any]
 ) -> None:
     failures = all_failures(made | more, DEFAULT)
-    assert apply_rules(made | more, DEFAULT) == (failures[0] if failures else None)
+    assert first_failure(made | more, DEFAULT) == (failures[0] if failures else None)
     assert all("\n" not in reason for _, reason in failures)
