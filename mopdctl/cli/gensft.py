@@ -68,7 +68,8 @@ def gen_sft(
         if dry_run:
             from mopdctl.gensft.estimate import dry_run as estimate
 
-            finished(spec, replace=replace)
+            if not preview:
+                finished(spec, replace=replace)
             document = estimate(spec)
         else:
             from mopdctl.gensft.run import run

@@ -137,4 +137,4 @@ class Pace:
 
 def backoff_s(failures: int, rng: random.Random) -> float:
     """Seconds before the next try after so many failed ones: doubling, half a second to a minute, half random."""
-    return min(60.0, 0.5 * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
+    return min(60.0, 0.5 * 2.0 ** min(failures - 1, 7)) * rng.uniform(0.5, 1.0)

@@ -101,15 +101,18 @@ class Spending:
     def add(self, document: Mapping[str, Any], price: Price | None, most: tuple[float, int]) -> int:
         """Books an answer and returns its tokens; where the server did not count them, the most it can have taken."""
         prompt, completion = usage(document)
-        if prompt is None or completion is None:
-            self.book(*most)
-            return 0
-        self.tokens += prompt + completion
-        if price is None:
-            self.unpriced += 1
-        else:
-            self.cost += price.cost_usd(prompt, completion)
-        return prompt + completion
+        cost, tokens = booked(document, price, most)
+        self.cost, self.tokens = self.cost + cost, self.tokens + tokens
+        self.unpriced += price is None or prompt is None or completion is None
+        return (prompt or 0) + (completion or 0)
+
+
+def booked(document: Mapping[str, Any] | None, price: Price | None, most: tuple[float, int]) -> tuple[float, int]:
+    """USD and tokens of an attempt for a budget: as the server counted them, else the most that they can be."""
+    prompt, completion = usage(document)
+    if prompt is None or completion is None:
+        return most
+    return (price.cost_usd(prompt, completion) if price else 0.0), prompt + completion
 
 
 @dataclass(slots=True)
@@ -192,6 +195,12 @@ class Asking:
         self._sending: set[asyncio.Task[Any] | None] = set()
         self._keys: set[str] = set()
         """Of chains that are being asked: an equal request (two answers alike, before one judge) is asked once."""
+        self._all_begun = False
+        self._heard: set[str] = set()
+        """Members that have answered a request of this round, now or in an earlier run."""
+        self.lost: set[str] = set()
+        """Members that went down with requests still to come, or without ever answering: more is wrong with them than
+        with the few requests that were left."""
 
     def stop(self, why: str) -> None:
         """Begins no more requests. Those that wait for their turn are dropped, those under way are not."""
@@ -202,9 +211,11 @@ class Asking:
     async def ask(self, chains: Iterator[tuple[Request, ...]], *, total: int | None) -> str:
         """Asks every chain of a request and its fall-backs; returns why it stopped early, or "".
 
-        Raises MopdctlError if a member is down whose requests nobody else may answer.
+        Raises MopdctlError if a member is lost whose requests nobody else may answer.
         """
         progress = Progress(total)
+        for party in self._parties.values():  # what was down a round ago may be back
+            party.down, party.failures_in_a_row, party.failing_since, party.limited_since = "", 0, None, None
         room = asyncio.Semaphore(2 * sum(max(1, int(party.pace.window)) for party in self._parties.values()))
 
         def ended(task: asyncio.Task[None], key: str) -> None:
@@ -222,6 +233,7 @@ class Asking:
                 if chain[0].key in self._keys or answered(chain, self._journal):
                     progress.done += 1
                     progress.found += 1
+                    self._heard.update(r.member for r in chain if self._journal.state(r.key) == "ok")
                     if progress.found % 1000 == 0:
                         self._on_progress(progress)
                         await asyncio.sleep(0)
@@ -231,13 +243,20 @@ class Asking:
                 self._tasks.add(task)
                 task.add_done_callback(partial(ended, key=chain[0].key))
                 self._keys.add(chain[0].key)
+            self._all_begun = True
             while self._tasks and not self._stopping:
                 await asyncio.wait(self._tasks, timeout=1.0)
         except asyncio.CancelledError:
             self.stop("interrupted")
         if self._tasks:  # paid for already: each ends within its member's timeout
-            self._on_note(f"waiting for {len(self._tasks)} answers that are under way")
-            await asyncio.wait(self._tasks)
+            self._on_note(f"waiting for {len(self._sending)} answers that are under way")
+            try:
+                await asyncio.wait(self._tasks)
+            except asyncio.CancelledError:
+                if self._stopping == "interrupted":
+                    raise  # the second time
+                self._failure, self._stopping = None, "interrupted"
+                await asyncio.wait(self._tasks)
         self._on_progress(progress)
         if self._failure:
             raise self._failure
@@ -254,8 +273,9 @@ class Asking:
             if self._stopping:
                 return
         else:
-            down = {request.member: self._parties[request.member].down for request in chain}
-            if all(down.values()) and not self._may_fail:
+            left = [r.member for r in chain if self._journal.state(r.key) != "rejected"]
+            down = {alias: self._parties[alias].down for alias in left}
+            if down and all(down.values()) and down.keys() <= self.lost and not self._may_fail:
                 alias, why = next(iter(down.items()))
                 raise MopdctlError(
                     f"member {alias!r} is down ({why}) and nobody else may answer; nothing is lost, the same command "
@@ -266,7 +286,7 @@ class Asking:
 
     async def _request(self, request: Request, party: Party, progress: Progress) -> bool:
         """Tries until there is an answer (True) or it is given up (False)."""
-        failures = tries = 0
+        failures = errors = tries = 0
         most = most_of(request.body, party.price)
         while not party.down and not self._stopping:
             taken_at = await party.pace.slot()
@@ -293,19 +313,21 @@ class Asking:
             progress.tokens += tokens
             if reply.document is not None or reply.error == "rejected":
                 party.failures_in_a_row, party.failing_since, party.limited_since = 0, None, None
+                self._heard.add(party.alias)
                 return reply.document is not None
             self._watch(party, reply)
             if outcome == "limited" or party.down:
                 continue
+            errors += 1
             failures += party.failures_in_a_row < _FAILING_AFTER
             if failures >= party.max_attempts:
                 return False
-            await asyncio.sleep(max(backoff_s(tries, self._rng), min(reply.retry_after_s or 0.0, 120.0)))
+            await asyncio.sleep(max(backoff_s(errors, self._rng), min(reply.retry_after_s or 0.0, 120.0)))
         return False
 
     async def _send(self, request: Request, party: Party, attempt: int, most: tuple[float, int]) -> Reply:
         """One attempt, with its two lines in the journal. It is not cancelled by `stop`."""
-        self._journal.sent(request.key)
+        self._journal.sent(request.key, most)
         self._sending.add(asyncio.current_task())
         began = time.monotonic()
         try:
@@ -313,9 +335,8 @@ class Asking:
         finally:
             self._sending.discard(asyncio.current_task())
         more: dict[str, Any] = {"h": reply.status} if reply.status not in (None, 200) else {}
-        uncounted = reply.document is not None and None in usage(reply.document)
-        if uncounted or reply.error in _PERHAPS_PAID:
-            more["w"] = most  # what a budget has to count for it
+        if reply.document is not None or reply.error in _PERHAPS_PAID:
+            more["w"] = booked(reply.document, party.price, most)
         self._journal.add(
             request.key,
             reply.error or "ok",
@@ -339,13 +360,16 @@ class Asking:
             if time.monotonic() - party.limited_since > _PATIENCE_S:
                 party.down = f"nothing but 429 for {_PATIENCE_S:.0f} s"
         else:
+            party.limited_since = None
             party.failures_in_a_row += 1
             party.failing_since = party.failing_since or time.monotonic()
             lasting = time.monotonic() - party.failing_since >= _DOWN_AFTER_S
             if party.failures_in_a_row >= _FAILING_AFTER and lasting:
                 party.down = f"{party.failures_in_a_row} failures in a row, the last one: {reply.detail}"
         if party.down:
-            then = "they stay unanswered" if self._may_fail else "they go to their fall-backs"
+            if not self._all_begun or party.alias not in self._heard:
+                self.lost.add(party.alias)
+            then = "they stay unanswered" if self._may_fail else "they go to their fall-backs, where they have any"
             self._on_note(f"member {party.alias!r} is down ({party.down}); its requests: {then}")
 
     async def _afford(self, cost: float, tokens: int) -> bool:

@@ -94,8 +94,10 @@ class Assessor:
 
         against = judged(reference) if reference else None
         scored = [judged(c) for c in candidates]
-        waiting = [c for c in scored if not self.over and c.score_state == "no_quorum"]
-        found = select([c for c in scored if c not in waiting], self._config.selection(seed.domain), reference=against)
+        choice = self._config.selection(seed.domain)
+        late = choice.beat_reference and against is not None and against.score_state == "no_quorum"
+        waiting = [c for c in scored if not self.over and (late or c.score_state == "no_quorum")]
+        found = select([c for c in scored if c not in waiting], choice, reference=against)
         selection = Selection(found.kept, [*found.dropped, *((c, "pending") for c in waiting)])
         missing += sum(line is None for line in lines)
         return Assessed(answers, failures, selection, against, missing, said, responses)

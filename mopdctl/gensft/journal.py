@@ -149,9 +149,9 @@ class Journal:
                 return dict(json.loads(line))
         return None
 
-    def sent(self, key: str) -> None:
-        """Notes that a request is about to leave."""
-        self._append(_line(key, b',"s":"sent"}\n'))
+    def sent(self, key: str, most: tuple[float, int] = (0.0, 0)) -> None:
+        """Notes that a request is about to leave, and the most USD and tokens that it can take."""
+        self._append(_line(key, b',"s":"sent","w":%s}\n' % json.dumps(most).encode()))
         self.calls += 1
 
     def add(

@@ -103,7 +103,7 @@ def make_plan(spec: Spec, on_note: Callable[[str], None], *, name: str = "seeds"
             "read": dict(sorted(counts.items())),
             "quarantined": bad,
         }
-        write_json(state, known)
+        write_json(state, known | {"check": fingerprint(known)})
     if known["quarantined"]:
         first = known["quarantined"][0]
         place = first["file"] if first["line"] is None else f"{first['file']}:{first['line']}"
@@ -135,8 +135,8 @@ def _known(state: Path) -> dict[str, Any]:
         found = json.loads(state.read_bytes())
     except (OSError, ValueError):
         return {}
-    wanted = {"made_of", "digest", "seeds", "domains", "read", "quarantined"}
-    return found if isinstance(found, dict) and wanted <= found.keys() else {}
+    check = found.pop("check", None) if isinstance(found, dict) else None
+    return found if check is not None and check == fingerprint(found) else {}
 
 
 def _counted(seeds: Iterable[Seed], domains: Counter[str]) -> Iterator[Seed]:

@@ -36,7 +36,16 @@ OnProgress = Callable[[str, Progress, Spending], None]
 """(phase, figures of the phase, what was spent since the command began)"""
 
 
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+_UNWRITABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 
 
 def run(
@@ -55,12 +64,11 @@ def run(
     for what a server once refused. Raises KeyboardInterrupt after an interrupt, once the answers under way are in the
     journal, and InputError where the workspace cannot be written.
     """
-    replace = replace or retry_rejected
-    if not preview and (done := finished(spec, replace=replace)):
+    if not preview and (done := finished(spec, replace=replace)) and not retry_rejected:
         return done | {"requests": 0}
     try:
         with locked(spec.folder):
-            if not preview and (done := finished(spec, replace=replace)):
+            if not preview and (done := finished(spec, replace=replace)) and not retry_rejected:
                 return done | {"requests": 0}
             plan = make_plan(spec, on_note, name="preview" if preview else "seeds")
             journal = Journal(spec.folder / "journal.jsonl", reuse=_reused(spec), retry_rejected=retry_rejected)
@@ -119,15 +127,19 @@ def _make(
 def _spent(spec: Spec, journal: Journal) -> Spending:
     """What earlier runs of this data set have spent, where there is a budget to keep."""
     spending = Spending(spec.config.max_cost, spec.config.max_tokens)
+    unended: dict[str, list[Any]] = {}
     if spec.config.max_cost is not None or spec.config.max_tokens is not None:
         for line in journal.entries():
             if "o" in line:
                 continue
+            if line["s"] == "sent":
+                unended[line["k"]] = line["w"]
+                continue
+            unended.pop(line["k"], None)
             if "w" in line:
                 spending.book(*line["w"])
-            elif line["s"] == "ok":
-                member = spec.committee.members.get(line["m"])
-                spending.add(line["r"], member.price if member else None, (0.0, 0))
+        for most in unended.values():  # on their way when a run was killed: perhaps charged
+            spending.book(*most)
     return spending
 
 
@@ -164,7 +176,8 @@ async def _ask(
             if why := await asking.ask(chains, total=plan.answers(spec) if phase == "generate" else None):
                 return why
             assessor.over = True
-        _check_judges(spec, {alias for alias, party in parties.items() if party.down})
+        if spec.config.judges:
+            _check_judges(spec, asking.lost)
         return ""
     finally:
         for party in parties.values():

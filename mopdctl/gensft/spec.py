@@ -136,7 +136,7 @@ def finished(spec: Spec, *, replace: bool = False) -> dict[str, Any] | None:
     if replace:
         return None
     found = read_json(path)
-    if not isinstance(found, dict) or not {"fingerprint", "record", "complete", "files"} <= found.keys():
+    if not _is_manifest(found):
         raise InputError(f"{path}: damaged; --replace builds the data set anew from the answers that are kept")
     if found["fingerprint"] != fingerprint(spec.record):
         keys = ", ".join(differing_keys(found["record"], spec.record)[:5])
@@ -146,6 +146,16 @@ def finished(spec: Spec, *, replace: bool = False) -> dict[str, Any] | None:
         )
     whole = all(_bytes(spec.target / name) == entry["bytes"] for name, entry in found["files"].items())
     return found if found["complete"] and whole else None
+
+
+def _is_manifest(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and {"fingerprint", "complete"} <= found.keys()
+        and isinstance(found.get("record"), dict)
+        and isinstance(found.get("files"), dict)
+        and all(isinstance(entry, dict) and "bytes" in entry for entry in found["files"].values())
+    )
 
 
 def _bytes(path: Path) -> int:

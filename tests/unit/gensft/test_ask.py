@@ -288,3 +288,49 @@ def test_a_timeout_may_have_been_charged_and_counts_against_a_budget(tmp_path: P
     one = party("a", lambda r, n: bad("timeout") if n == 1 else good())
     run(tmp_path / "j", [one], [(request(0),)], spending)
     assert spending.tokens == 15 + 35 + 32 + 4096
+
+
+def test_a_few_requests_that_always_fail_are_given_up_and_stop_nothing(tmp_path: Path) -> None:
+    poison = {request(i).key for i in range(50, 60)}
+    one = party("a", lambda r, n: bad("server_error") if r.key in poison else good(), max_attempts=5)
+    for _ in range(2):
+        why, journal, progress = run(tmp_path / "j", [one], [(request(i),) for i in range(60)])
+        assert why == ""
+        assert progress.done == 60
+        assert len(journal) == 50
+        journal.close()
+
+
+def test_requests_that_were_all_rejected_or_whose_rest_is_lost_stop_the_run(tmp_path: Path) -> None:
+    parties = [party("a", lambda r, n: bad("rejected")), party("b", lambda r, n: bad("unusable"))]
+    with pytest.raises(MopdctlError, match="member 'b' is down"):
+        run(tmp_path / "j", parties, [(request(i), request(i, "b")) for i in range(5)])
+
+
+def test_an_interrupt_after_another_reason_to_stop_still_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    release = asyncio.Event()
+
+    class Slow(Scripted):
+        async def complete(self, body: dict[str, Any], *, key: str, kind: str = "chat") -> Reply:
+            self.in_flight += 1
+            await release.wait()
+            return good()
+
+    slow = party("a", lambda r, n: good())
+    slow.engine = Slow(lambda r, n: good())
+    asking = Asking({"a": slow}, journal, Spending())
+
+    async def work() -> str:
+        task = asyncio.create_task(asking.ask(iter([(request(i),) for i in range(5)]), total=5))
+        while slow.engine.in_flight < 5:  # type: ignore[attr-defined]
+            await asyncio.wait([task], timeout=0.01)
+        asking.stop("enough")
+        await asyncio.wait([task], timeout=1.5)
+        task.cancel()
+        await asyncio.wait([task], timeout=0.05)
+        release.set()
+        return await task
+
+    assert asyncio.run(asyncio.wait_for(work(), 10)) == "interrupted"
+    assert len(journal) == 5
