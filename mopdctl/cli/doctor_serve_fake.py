@@ -62,7 +62,7 @@ def serve_fake(
     A server on http://127.0.0.1:8399/v1 until Ctrl-C, and a question to it:
       mopdctl doctor serve-fake
       curl http://127.0.0.1:8399/v1/chat/completions -d \\
-        '{"model": "fake-chat", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
+        '{"model": "fake-chat:wrong=0", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
 
     \b
     A command against a server that fails now and then, whose URL is in MOPDCTL_FAKE_URL, and what it was billed:
@@ -70,7 +70,8 @@ def serve_fake(
         mopdctl gen-sft --config gen.yaml
 
     The model's name says what the answers are like, e.g. `fake-chat:words=40,think=0.5,refuse=0.05`; the settings are
-    words, think, inline_think, leak_think, refuse, repeat, empty, copy, foreign, wrong and bad_judge.
+    words (60 unless given), wrong (share of wrong sums, 0.2), and the shares think, inline_think, leak_think, refuse,
+    repeat, empty, copy, foreign and bad_judge (0).
     """
     from mopdctl.engines.fake_server import FakeServer, Faults
     from mopdctl.files import write_json

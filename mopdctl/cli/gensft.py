@@ -43,7 +43,9 @@ def gen_sft(
 
     \b
     The same answers under other rules, as another data set, paid for once:
-      mopdctl gen-sft --config gen.yaml --name strict --set filter.min_words=20 --set 'reuse=[chat]'
+      mopdctl gen-sft --config gen.yaml --name strict --set filter.min_words=20 --set 'reuse=[sample-sft]'
+
+    A budget (--max-cost, --max-tokens) stops the run with exit code 0 and `complete: no`; a larger one goes on.
 
     Every response is in the run's journal before anything is made of it. A run that was stopped goes on when the same
     command is given again, and asks for nothing that it has.

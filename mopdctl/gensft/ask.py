@@ -25,6 +25,8 @@ _BYTES_PER_TOKEN = 3.5
 """For estimates before a server has counted."""
 _TEMPLATE_TOKENS = 32
 """What a chat template may add to a message."""
+_NOTE_AFTER = 5
+"""Failures in a row that a person should hear of."""
 _FAILING_AFTER = 20
 """Failures in a row from which a member has an outage, which is no fault of the requests that meet it."""
 _DOWN_AFTER_S = 120.0
@@ -363,6 +365,8 @@ class Asking:
             party.limited_since = None
             party.failures_in_a_row += 1
             party.failing_since = party.failing_since or time.monotonic()
+            if party.failures_in_a_row == _NOTE_AFTER:
+                self._on_note(f"member {party.alias!r}: {_NOTE_AFTER} failures in a row ({reply.detail}); trying on")
             lasting = time.monotonic() - party.failing_since >= _DOWN_AFTER_S
             if party.failures_in_a_row >= _FAILING_AFTER and lasting:
                 party.down = f"{party.failures_in_a_row} failures in a row, the last one: {reply.detail}"

@@ -146,7 +146,7 @@ class _Gather:
         for judged, reason in assessed.selection.dropped:
             self._chosen.dropped[reason] += 1
             entry = _entry(seed, judged.answer) | {"reason": reason, "score": judged.score}
-            self._quarantine.add("not_selected", entry)
+            self._quarantine.add("not_selected", entry | {"answer": judged.answer.message})
         for judged in assessed.selection.kept:
             member = self._committee.members[judged.answer.member]
             row = make_row(seed, judged, route=route, member=member, reference=assessed.reference)
@@ -253,6 +253,7 @@ def _without_duplicates(
             "duplicate",
             {
                 "id": row["id"],
+                "reason": "repeats the kept row" if pair.kept >= len(prior) else "repeats an earlier data set",
                 "kept": rows[pair.kept - len(prior)]["id"] if pair.kept >= len(prior) else None,
                 "similarity": round(pair.similarity, 4),
                 "text": text(pair.row),
@@ -299,6 +300,8 @@ def _without_questions(
             "contaminated",
             {
                 "id": hit.row_id,
+                "reason": f"holds {hit.part} {hit.document_id} of {hit.benchmark}",
+                "messages": [{k: v for k, v in m.items() if v is not None} for m in rows[hit.row]["messages"]],
                 "benchmark": hit.benchmark,
                 "document": hit.document_id,
                 "part": hit.part,

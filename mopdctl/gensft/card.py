@@ -13,6 +13,7 @@ from mopdctl.files import file_digest, fingerprint
 from mopdctl.gensft.filters import RULES
 from mopdctl.gensft.plan import Plan
 from mopdctl.gensft.report import Quarantine, Report
+from mopdctl.gensft.select import DROP_REASONS
 
 
 def manifest(record: dict[str, Any], report: Report, folder: Path, *, plan: Plan) -> dict[str, Any]:
@@ -173,9 +174,11 @@ def _route(committee: CommitteeFile, domain: str) -> list[str]:
 
 
 def _rules(document: dict[str, Any]) -> list[str]:
-    """What the rules that dropped something look for."""
+    """What the rules and reasons that dropped something mean."""
     dropped = next(stage["dropped"] for stage in document["stages"] if stage["stage"] == "filter")
     lines = [f"- `{name}`: {rule.description}" for name, rule in RULES.items() if name in dropped]
+    chosen = next(stage["dropped"] for stage in document["stages"] if stage["stage"] == "select")
+    lines += [f"- `{name}`: {what}" for name, what in DROP_REASONS.items() if name in chosen]
     return [*lines, ""] if lines else []
 
 

@@ -66,12 +66,13 @@ def run(
     """
     if not preview and (done := finished(spec, replace=replace)) and not retry_rejected:
         return done | {"requests": 0}
+    reused = _reused(spec)
     try:
         with locked(spec.folder):
             if not preview and (done := finished(spec, replace=replace)) and not retry_rejected:
                 return done | {"requests": 0}
             plan = make_plan(spec, on_note, name="preview" if preview else "seeds")
-            journal = Journal(spec.folder / "journal.jsonl", reuse=_reused(spec), retry_rejected=retry_rejected)
+            journal = Journal(spec.folder / "journal.jsonl", reuse=reused, retry_rejected=retry_rejected)
             try:
                 for line in journal.notes:
                     on_note(line)
@@ -115,6 +116,11 @@ def _make(
     out = spec.folder / "preview" if preview else spec.target
     with building(out) as folder:
         report = _build(spec, plan, assessor, folder, task_documents, partial(on_progress, "build"), spending)
+        if not why and report.stages[0].entered and not report.stages[0].left:
+            raise MopdctlError(
+                f"no answer can be used, so that no data set is made: {report.warnings[0]}. "
+                "Once that is mended, --retry-rejected asks again for what was refused"
+            )
         report.complete &= not why
         for line in report.warnings:
             on_note(f"warning: {line}")

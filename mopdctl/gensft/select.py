@@ -25,6 +25,20 @@ DropReason = Literal[
 """In the order in which they are looked for; an answer is dropped for the first that applies. `pending` is not given
 here: the run was stopped before its judges were asked."""
 
+DROP_REASONS: dict[DropReason, str] = {
+    "not_verified": "The verifier says that it is wrong.",
+    "verifier_failed": "The verifier could not read it, or its reference.",
+    "below_min_score": "Scored below `min_score`.",
+    "no_score": "A panel should have scored it and did not.",
+    "below_reference": "Scored no higher than the reference member's answer.",
+    "no_answer_found": "It holds no answer that could be counted.",
+    "no_majority": "No answer to its prompt was given often enough, or two equally often.",
+    "outvoted": "Most answers to its prompt say something else.",
+    "not_best": "Other answers to its prompt were taken.",
+    "pending": "The run was stopped before its judges were heard.",
+}
+"""What each reason means, for people."""
+
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,4})?", re.ASCII)
 
 

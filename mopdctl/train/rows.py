@@ -1,5 +1,6 @@
 """Rows from JSONL and Parquet: which files a data path means, how many rows they hold, and the rows in order."""
 
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ def data_files(path: Path, *, base: Path, workspace: Path) -> list[Path]:
     found = named if len(path.parts) == 1 and path.name != ".." and named.is_dir() else base / path
     if not found.is_dir():
         if not found.exists():
-            raise InputError(f"{found}: no such file; check the path")
+            known = sorted(p.name for p in (workspace / "datasets").glob("[!.]*") if p.is_dir())
+            near = difflib.get_close_matches(str(path), known, n=1)
+            hint = f"did you mean the data set {near[0]!r}?" if near else "check the path"
+            raise InputError(f"{found}: no such file; {hint}")
         return [found]
     files = sorted(found.glob("data/train-*.parquet"))
     files = files or sorted(p for p in found.iterdir() if p.suffix in (".parquet", ".jsonl") and p.is_file())

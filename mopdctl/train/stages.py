@@ -33,6 +33,9 @@ class Stage:
     train: TrainConfig
     """Its own steps, batch size and schedule; the rest as for the whole run."""
     max_length: int
+    """What a pack holds, in tokens."""
+    longest: int
+    """The most tokens that a row may have: `max_length`, or the model's context where that is less."""
     packed: bool
     table: TokenTable
     groups: Packs
@@ -50,6 +53,7 @@ class Stage:
         return {
             "steps": self.train.steps,
             "rows": table.num_rows,
+            "longest_allowed": self.longest,
             "dropped": {"overlong": table.overlong},
             "samples": len(rows),
             "tokens": tokens,
@@ -119,6 +123,7 @@ def _plan(
         (row for part in parts for path in part for file in files[path] for row in iterate_rows(file)),
         loss_on=config.loss_on,
         limit=min(max_length, max_positions),
+        limit_of="max_length" if max_length <= max_positions else "the model's context",
         drop_overlong=drop,
         needed=None if needed is None else frozenset(needed.tolist()),
     )
@@ -131,7 +136,7 @@ def _plan(
             groups = _packs(table, rows, sizes, weights, capacity=max_length, num_packs=count, seed=seed)
         else:
             groups = _singles(rows[draw_mixture(count, sizes, weights, seed)])
-    return Stage(stage.name, first_step, train, max_length, packed, table, groups)
+    return Stage(stage.name, first_step, train, max_length, min(max_length, max_positions), packed, table, groups)
 
 
 def _size(path: Path, files: list[Path]) -> int:
@@ -147,7 +152,9 @@ def _kept(table: TokenTable, sizes: list[int], parts: list[list[Path]]) -> list[
     for size, part in zip(sizes, parts, strict=True):
         rows = begin + np.flatnonzero(table.lengths[begin : begin + size])
         if not len(rows):
-            raise InputError(f"{part[0]}: every row has too many tokens; raise `max_length`")
+            raise InputError(
+                f"{part[0]}: every row has too many tokens; raise `max_length`, if the model's context allows"
+            )
         found.append(rows)
         begin += size
     return found

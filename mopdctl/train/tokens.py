@@ -63,6 +63,7 @@ def tokenize(
     *,
     loss_on: str,
     limit: int,
+    limit_of: str = "max_length",
     drop_overlong: bool,
     needed: frozenset[int] | None = None,
 ) -> TokenTable:
@@ -73,6 +74,7 @@ def tokenize(
         rows: Each with its place.
         loss_on: What a row without a `loss_on` of its own is trained on.
         limit: The most tokens that a row may have.
+        limit_of: What sets it, for messages.
         drop_overlong: Leave longer rows out and count them; else they are an error.
         needed: Numbers of the rows to tokenize; None takes all.
 
@@ -99,7 +101,9 @@ def tokenize(
             elif drop_overlong:
                 overlong += 1
             else:
-                raise InputError(f"{place}: {len(token_ids)} tokens, but at most {limit} fit; shorten or drop the row")
+                raise InputError(
+                    f"{place}: {len(token_ids)} tokens, but at most {limit} fit ({limit_of}); shorten or drop the row"
+                )
         offsets.append(len(ids))
         prompts.append(prompt)
     return TokenTable(

@@ -19,7 +19,7 @@ import pytest
 from mopdctl.config.base import load_config
 from mopdctl.config.gensft import GenConfig
 from mopdctl.engines.fake_server import Faults, run_in_thread
-from mopdctl.errors import InputError
+from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import write_text
 from mopdctl.gensft.estimate import dry_run
 from mopdctl.gensft.run import run
@@ -432,9 +432,8 @@ def test_several_choices_can_neither_be_asked_for_nor_come_unasked(tmp_path: Pat
         with pytest.raises(InputError, match="'n' has a field of its own or is set by mopdctl"):
             make(project(tmp_path, {"a": member(url, sampling={"extra": {"n": 2}})}, 1))
         path = project(tmp_path, {"a": member(url)}, 1)
-        assert stage(make(path), "generate")["dropped"] == {"malformed": 1}
-    held = (tmp_path / "w" / "datasets" / "made" / "quarantine" / "unanswered.jsonl").read_text("utf-8")
-    assert "2 choices where 1 were asked for" in held
+        with pytest.raises(MopdctlError, match="1 of 1 answers are malformed, the first: 2 choices where 1 were asked"):
+            make(path)
 
 
 # meta-llama/synthetic-data-kit #54: braces in a prompt were taken for a format
@@ -460,13 +459,10 @@ def test_what_cannot_be_read_is_kept_and_not_paid_for_again(tmp_path: Path) -> N
 
     with serving(respond) as url:
         path = project(tmp_path, {"a": member(url), "judge": member(url)}, 3, judges=JUDGES)
-        first = make(path)
-        assert stage(first, "generate")["dropped"] == {"malformed": 3}
-        assert calls == 3
-        unpublish(path)
-        again = make(path)
-        assert (again["requests"], calls) == (0, 3)
-    assert stage(again, "generate") == stage(first, "generate")
+        for _ in range(2):
+            with pytest.raises(MopdctlError, match="3 of 3 answers are malformed"):
+                make(path)
+            assert calls == 3
 
 
 # allenai/open-instruct #1686; patrickfleith/datafast #1, argilla-io/distilabel #462: wrong cost, or none
@@ -552,15 +548,16 @@ def test_a_403_for_one_prompt_costs_that_prompt_alone(tmp_path: Path) -> None:
 # NVIDIA-NeMo/DataDesigner #757, #201: an error path of its own broke the run
 def test_half_a_character_in_what_a_server_says_breaks_nothing(tmp_path: Path) -> None:
     with serving(lambda body: (400, {"error": {"message": "bad \ud83d prompt"}})) as url:
-        document = make(project(tmp_path, {"a": member(url)}))
-    assert stage(document, "generate")["dropped"] == {"rejected": 6}
+        with pytest.raises(MopdctlError, match="6 of 6 answers are rejected"):
+            make(project(tmp_path, {"a": member(url)}))
 
 
 # NVIDIA-NeMo/DataDesigner #383: a model of which every answer failed was not named
-def test_a_server_of_which_no_answer_can_be_read_is_a_warning_with_the_reason(tmp_path: Path) -> None:
+def test_a_server_of_which_no_answer_can_be_read_fails_the_run_with_the_reason(tmp_path: Path) -> None:
     with serving(lambda body: said("Fine.", finish="eos_token")) as url:
-        document = make(project(tmp_path, {"a": member(url)}))
-    assert any("eos_token" in line for line in document["warnings"])
+        with pytest.raises(MopdctlError, match="eos_token"):
+            make(project(tmp_path, {"a": member(url)}))
+    assert not (tmp_path / "w" / "datasets" / "made").exists()
 
 
 # A key need not be secret: the documentation of vLLM itself says EMPTY

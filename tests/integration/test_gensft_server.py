@@ -275,13 +275,26 @@ def test_a_refused_parameter_is_said_and_not_dropped(tmp_path: Path) -> None:
     with run_in_thread(Faults(refuse_params=("min_p",))) as server:
         sampling = {"extra": {"min_p": 0.1}}
         path, _ = project(tmp_path, {"a": member(server.url, sampling=sampling)}, ONE, seeds=5)
+        with pytest.raises(MopdctlError, match=r"5 of 5 answers are rejected, the first: 400: .*min_p"):
+            make(path, tmp_path / "w")
+        with pytest.raises(MopdctlError, match="5 of 5 answers are rejected"):
+            make(path, tmp_path / "w")
+        assert server.stats()["requests"] == 5
+        with pytest.raises(MopdctlError):
+            make(path, tmp_path / "w", retry_rejected=True)
+        assert server.stats()["requests"] == 10
+
+
+def test_one_refused_row_of_many_is_in_quarantine_with_the_reason(tmp_path: Path) -> None:
+    with run_in_thread(Faults(refuse_params=("min_p",))) as server:
+        members = {"a": member(server.url, sampling={"extra": {"min_p": 0.1}}), "b": member(server.url)}
+        path, _ = project(tmp_path, members, {"default": {"members": {"a": 1, "b": 3}}}, seeds=30)
         document = make(path, tmp_path / "w")
-    assert stages(document)["generate"]["dropped"] == {"rejected": 5}
-    held = (tmp_path / "w" / "datasets" / "made" / "quarantine" / "unanswered.jsonl").read_text("utf-8")
-    assert "min_p" in held
-    warning = document["warnings"][0]
-    assert "5 of 5 answers are rejected" in warning
-    assert "min_p" in warning
+    rejected = stages(document)["generate"]["dropped"]["rejected"]
+    held = (tmp_path / "w" / "datasets" / "made" / "quarantine" / "unanswered.jsonl").read_text("utf-8").splitlines()
+    assert len(held) == rejected > 0
+    assert all("min_p" in line for line in held)
+    assert f"{rejected} of 30 answers are rejected" in document["warnings"][0]
 
 
 # bespokelabsai/curator #135: stale answers after a change of settings

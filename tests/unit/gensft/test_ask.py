@@ -167,9 +167,10 @@ def test_a_member_that_is_down_gives_its_requests_to_the_fall_back_and_says_so(t
     assert progress.done == 100
     assert all(journal.state(request(i, "b").key) == "ok" for i in range(100))
     assert sum(dead.engine.seen.values()) < 40  # type: ignore[attr-defined]
-    (note,) = notes
-    assert "member 'a' is down" in note
-    assert "fall-backs" in note
+    assert "member 'a': 5 failures in a row" in notes[0]
+    assert "member 'a' is down" in notes[1]
+    assert "fall-backs" in notes[1]
+    assert len(notes) == 2
 
 
 # NVIDIA-NeMo/DataDesigner #757, #201: all rows failed, with a misleading error

@@ -185,7 +185,9 @@ def test_rows_that_are_too_long_are_an_error_or_counted(
 ) -> None:
     write(tmp_path / "a.jsonl", [row(f"a{n}", "x" * (200 if n % 4 == 1 else 5)) for n in range(10)])
     document = BARE | {"packing": packing, "max_length": 100, "train": {"steps": 9, "batch_size": 4}}
-    with pytest.raises(InputError, match=r"a\.jsonl:\d+: \d+ tokens, but at most 100 fit; shorten or drop the row"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:\d+: \d+ tokens, but at most 100 fit \(max_length\); shorten or drop the row"
+    ):
         plan(document)
     (stage,) = plan(document | {"overlong": "drop"})
     assert stage.report()["dropped"] == {"overlong": 3}
