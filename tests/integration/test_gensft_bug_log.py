@@ -547,16 +547,16 @@ def test_a_403_for_one_prompt_costs_that_prompt_alone(tmp_path: Path) -> None:
 
 # NVIDIA-NeMo/DataDesigner #757, #201: an error path of its own broke the run
 def test_half_a_character_in_what_a_server_says_breaks_nothing(tmp_path: Path) -> None:
-    with serving(lambda body: (400, {"error": {"message": "bad \ud83d prompt"}})) as url:
-        with pytest.raises(MopdctlError, match="6 of 6 answers are rejected"):
-            make(project(tmp_path, {"a": member(url)}))
+    refused = (400, {"error": {"message": "bad \ud83d prompt"}})
+    with serving(lambda body: refused) as url, pytest.raises(MopdctlError, match="6 of 6 answers are rejected"):
+        make(project(tmp_path, {"a": member(url)}))
 
 
 # NVIDIA-NeMo/DataDesigner #383: a model of which every answer failed was not named
 def test_a_server_of_which_no_answer_can_be_read_fails_the_run_with_the_reason(tmp_path: Path) -> None:
-    with serving(lambda body: said("Fine.", finish="eos_token")) as url:
-        with pytest.raises(MopdctlError, match="eos_token"):
-            make(project(tmp_path, {"a": member(url)}))
+    odd = said("Fine.", finish="eos_token")
+    with serving(lambda body: odd) as url, pytest.raises(MopdctlError, match="eos_token"):
+        make(project(tmp_path, {"a": member(url)}))
     assert not (tmp_path / "w" / "datasets" / "made").exists()
 
 
