@@ -42,6 +42,20 @@ class Assessed:
     """Request key to alias and raw response of everything that was paid for: answers and verdicts."""
 
 
+@dataclass(slots=True)
+class _Heard:
+    """What the members said of one seed, before any judge."""
+
+    answers: list[Answer] = field(default_factory=list)
+    failures: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    candidates: list[Judged] = field(default_factory=list)
+    """Answers that pass the rules, verified."""
+    reference: Judged | None = None
+    missing: int = 0
+    """1 if the reference was asked and did not answer."""
+    responses: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+
+
 def filter_settings(config: FilterConfig) -> FilterSettings:
     """The rules' settings of a configuration. Raises InputError for what the rules cannot use."""
     return FilterSettings(
@@ -70,16 +84,16 @@ class Assessor:
 
     def judge_chains(self, seed: Seed) -> Iterator[tuple[Request, ...]]:
         """The requests to the judges of a seed's answers, none with a fall-back: a verdict is its judge's own."""
-        for request, _ in self._judging(seed, *self._passing(seed)[:2]):
+        for request, _ in self._judging(seed, self._hear(seed)):
             yield (request,)
 
     def assess(self, seed: Seed) -> Assessed:
         """Everything about one seed."""
-        candidates, reference, answers, failures, responses, missing = self._passing(seed)
-        asked = list(self._judging(seed, candidates, reference))
+        heard = self._hear(seed)
+        asked = list(self._judging(seed, heard))
         lines = [self._journal.get(request.key) for request, _ in asked]
         raws = [line["r"] if line and line["s"] == "ok" else None for line in lines]
-        responses |= {r.key: (r.member, raw) for (r, _), raw in zip(asked, raws, strict=True) if raw is not None}
+        heard.responses |= {r.key: (r.member, raw) for (r, _), raw in zip(asked, raws, strict=True) if raw is not None}
         panel = self._config.panel(seed.domain)
         said = None
         if panel is not None:
@@ -92,59 +106,43 @@ class Assessor:
             score, state = panel_score(own, panel)
             return replace(candidate, verdicts=own, score=score, score_state=state)
 
-        against = judged(reference) if reference else None
-        scored = [judged(c) for c in candidates]
+        against = judged(heard.reference) if heard.reference else None
+        scored = [judged(c) for c in heard.candidates]
         choice = self._config.selection(seed.domain)
         late = choice.beat_reference and against is not None and against.score_state == "no_quorum"
         waiting = [c for c in scored if not self.over and (late or c.score_state == "no_quorum")]
         found = select([c for c in scored if c not in waiting], choice, reference=against)
         selection = Selection(found.kept, [*found.dropped, *((c, "pending") for c in waiting)])
-        missing += sum(line is None for line in lines)
-        return Assessed(answers, failures, selection, against, missing, said, responses)
+        missing = heard.missing + sum(line is None for line in lines)
+        return Assessed(heard.answers, heard.failures, selection, against, missing, said, heard.responses)
 
-    def _judging(
-        self, seed: Seed, candidates: list[Judged], reference: Judged | None
-    ) -> Iterator[tuple[Request, JudgeRequest]]:
+    def _judging(self, seed: Seed, heard: _Heard) -> Iterator[tuple[Request, JudgeRequest]]:
         panel = self._config.panel(seed.domain)
         if panel is None:
             return
         strict = self._config.selection(seed.domain).require_verified
-        worth = [c.answer for c in candidates if not (strict and c.verify_state is not None and c.reward != 1.0)]
+        worth = [c.answer for c in heard.candidates if not (strict and c.verify_state is not None and c.reward != 1.0)]
         if not worth:
             return
-        if reference is not None:
-            worth.append(reference.answer)
+        if heard.reference is not None:
+            worth.append(heard.reference.answer)
         for request in judge_requests(seed, worth, panel):
             yield self._router.judge_request(request.judge, seed, list(request.messages), request.kind), request
 
-    def _passing(
-        self, seed: Seed
-    ) -> tuple[
-        list[Judged],
-        Judged | None,
-        list[Answer],
-        dict[int, list[tuple[str, str]]],
-        dict[str, tuple[str, dict[str, Any]]],
-        int,
-    ]:
-        """Candidates and reference, verified; all answers; failed rules; raw responses; 1 if the reference failed."""
+    def _hear(self, seed: Seed) -> _Heard:
+        """Parses the answers to a seed, applies the rules, and verifies what passes."""
         route = self._router.route(seed)
-        answers: list[Answer] = []
-        candidates: list[Judged] = []
-        reference = None
-        missing = 0
-        failures: dict[int, list[tuple[str, str]]] = {}
-        responses: dict[str, tuple[str, dict[str, Any]]] = {}
+        heard = _Heard()
         for index, chain in self._router.chains(seed):
             answer, raw = self._answer(index, chain)
             if raw is not None:
-                responses[answer.request_key] = (answer.member, raw)
+                heard.responses[answer.request_key] = (answer.member, raw)
             if index == REFERENCE:
                 if answer.state == "ok":
-                    reference = _verified(seed, answer)
-                missing += answer.state in ("infra_error", "pending")
+                    heard.reference = _verified(seed, answer)
+                heard.missing += answer.state in ("infra_error", "pending")
                 continue
-            answers.append(answer)
+            heard.answers.append(answer)
             if answer.state in UNANSWERED:
                 continue
             member = self._committee.members[answer.member]
@@ -162,10 +160,10 @@ class Assessor:
             if answer.state != "ok" and not failed:  # what is not whole is no row, whatever rules are off
                 failed = [({"refused": "refusal"}.get(answer.state, answer.state), answer.detail)]
             if failed:
-                failures[index] = failed
+                heard.failures[index] = failed
             else:
-                candidates.append(_verified(seed, answer))
-        return candidates, reference, answers, failures, responses, missing
+                heard.candidates.append(_verified(seed, answer))
+        return heard
 
     def _answer(self, index: int, chain: tuple[Request, ...]) -> tuple[Answer, dict[str, Any] | None]:
         """The first answer of a chain, with its raw response."""
