@@ -22,6 +22,8 @@ class Prompt:
     reference: Any = None
     """What the verifier compares an answer with; None where nobody checks."""
     verifier: str | None = None
+    environment: dict[str, Any] | None = None
+    """The tool environment that its answers act in, `{"name": ..., "setup": ...}`; None for a single answer."""
     place: str = ""
     """Where it was read, for error messages."""
 

@@ -30,6 +30,7 @@ def read_prompts(path: Path, routing_keys: tuple[str, ...], *, required: bool = 
                 routing={key: row[key] for key in routing_keys if row.get(key) is not None},
                 reference=row.get("reference"),
                 verifier=row.get("verifier"),
+                environment=row.get("environment"),
                 place=place,
             )
         )

@@ -1,6 +1,6 @@
 """Scorers of answers against references, for training and evaluation: `verify(name, response, reference)`."""
 
-from mopdctl.verifiers.base import Verdict, VerdictState
+from mopdctl.verifiers.base import Attempt, Outcome, Verdict, VerdictState
 from mopdctl.verifiers.registry import VERIFIERS, verify
 
-__all__ = ["VERIFIERS", "Verdict", "VerdictState", "verify"]
+__all__ = ["VERIFIERS", "Attempt", "Outcome", "Verdict", "VerdictState", "verify"]

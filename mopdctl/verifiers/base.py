@@ -1,9 +1,11 @@
-"""What a verifier says of one answer."""
+"""What a verifier is: (prompt, response, reference) to a reward in [0, 1], or a state that says why there is none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
+
+from mopdctl.records import Message
 
 
 class VerdictState(StrEnum):
@@ -12,6 +14,10 @@ class VerdictState(StrEnum):
     OK = "ok"
     PARSE_ERROR = "parse_error"
     """The response does not have the form that was asked for."""
+    TIMEOUT = "timeout"
+    """The check of this response ran past its limit of time, memory, processes or output and was stopped."""
+    INFRA_ERROR = "infra_error"
+    """The machinery failed: neither the model nor the document is at fault."""
     INVALID_REFERENCE = "invalid_reference"
     """The reference itself is unusable: the document is at fault, not the model."""
 
@@ -26,6 +32,35 @@ class Verdict:
     verifier: str
     version: int
     detail: str = ""
+    """What gated the reward, for a human."""
+    label: str = ""
+    """A class of outcome, where the verifier knows some, e.g. `correct`, `abstained`, `wrong`."""
+
+
+class Outcome(NamedTuple):
+    """What a check found of a response that it could read."""
+
+    reward: float
+    """In [0, 1]."""
+    detail: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One response, what it answers, and what it is held against. Plain JSON values: it crosses process borders."""
+
+    response: str
+    """The text to check. Of a conversation with tools, the assistant's last message."""
+    reference: Any = None
+    messages: tuple[Message, ...] = ()
+    """The prompt."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    """The tools that the prompt offered, as OpenAI function schemas."""
+    environment: dict[str, Any] | None = None
+    """The prompt's tool environment, `{"name": ..., "setup": ...}`."""
+    turns: tuple[Message, ...] = ()
+    """Everything after the prompt as chat messages, where there were several turns; else empty."""
 
 
 class ParseError(ValueError):
@@ -38,8 +73,11 @@ class InvalidReferenceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """A named, versioned check. `check(response, reference)` returns a reward in [0, 1] and a detail for a human."""
+    """A named, versioned check."""
 
     name: str
     version: int
-    check: Callable[[str, Any], tuple[float, str]]
+    check: Callable[[Attempt], Outcome]
+    """Raises ParseError or InvalidReferenceError; any other exception is an `infra_error`."""
+    isolated: bool = False
+    """Whether it may hang or eat memory on some input, so that it only ever runs in a worker that can be killed."""

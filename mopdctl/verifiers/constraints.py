@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from mopdctl.verifiers.base import InvalidReferenceError
+from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome
 
 
-def constraints(response: str, reference: Any) -> tuple[float, str]:
+def constraints(attempt: Attempt) -> Outcome:
     """1 if the response meets all of `reference["constraints"]`, each `{"kind": ..., its parameters}`."""
+    reference = attempt.reference
     if not isinstance(reference, dict) or not isinstance(reference.get("constraints"), list):
         raise InvalidReferenceError("reference has no list 'constraints'")
     if not reference["constraints"]:
@@ -15,9 +16,9 @@ def constraints(response: str, reference: Any) -> tuple[float, str]:
     for constraint in reference["constraints"]:
         _check(constraint)
     for constraint in reference["constraints"]:
-        if not _meets(response.strip(), constraint):
-            return 0.0, f"breaks {constraint['kind']}"
-    return 1.0, ""
+        if not _meets(attempt.response.strip(), constraint):
+            return Outcome(0.0, f"breaks {constraint['kind']}")
+    return Outcome(1.0, "")
 
 
 def _check(constraint: Any) -> None:

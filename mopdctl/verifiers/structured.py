@@ -3,19 +3,20 @@
 import json
 from typing import Any
 
-from mopdctl.verifiers.base import InvalidReferenceError, ParseError
+from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome, ParseError
 
 
-def json_equal(response: str, reference: Any) -> tuple[float, str]:
+def json_equal(attempt: Attempt) -> Outcome:
     """1 if the response is JSON equal to `reference["value"]`: key order is free; `1`, `1.0` and `true` all differ.
 
     One Markdown fence around the document is allowed. Duplicate keys and trailing text are parse errors.
     """
+    reference = attempt.reference
     if not isinstance(reference, dict) or "value" not in reference:
         raise InvalidReferenceError("reference has no 'value'")
-    got = parse_json(response)
+    got = parse_json(attempt.response)
     same = _equal(got, reference["value"])
-    return float(same), "" if same else "differs from the reference"
+    return Outcome(float(same), "" if same else "differs from the reference")
 
 
 def parse_json(text: str) -> Any:

@@ -2,31 +2,32 @@
 
 from typing import Any
 
-from mopdctl.verifiers.base import InvalidReferenceError, ParseError
+from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome, ParseError
 from mopdctl.verifiers.structured import parse_json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def tool_call(response: str, reference: Any) -> tuple[float, str]:
+def tool_call(attempt: Attempt) -> Outcome:
     """1 if the response makes exactly the calls of `reference["calls"]`, in order.
 
     Arguments must have equal keys; numbers compare by value (`3` equals `3.0`, but not `true` and not `"3"`).
     """
+    reference = attempt.reference
     if not isinstance(reference, dict) or not isinstance(reference.get("calls"), list):
         raise InvalidReferenceError("reference has no list 'calls'")
     want = reference["calls"]
     if not want or not all(_is_call(call) for call in want):
         raise InvalidReferenceError('\'calls\' needs calls of exactly the keys "name" and "arguments"')
-    got = parse_tool_calls(response)
+    got = parse_tool_calls(attempt.response)
     if len(got) != len(want):
-        return 0.0, f"{len(got)} calls instead of {len(want)}"
+        return Outcome(0.0, f"{len(got)} calls instead of {len(want)}")
     for mine, theirs in zip(got, want, strict=True):
         if mine["name"] != theirs["name"]:
-            return 0.0, f"calls {mine['name']!r} instead of {theirs['name']!r}"
+            return Outcome(0.0, f"calls {mine['name']!r} instead of {theirs['name']!r}")
         if not same_value(mine["arguments"], theirs["arguments"]):
-            return 0.0, f"arguments of {mine['name']!r} differ"
-    return 1.0, ""
+            return Outcome(0.0, f"arguments of {mine['name']!r} differ")
+    return Outcome(1.0, "")
 
 
 def parse_tool_calls(response: str) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Reinforcement learning on verifiable rewards, on the shared loop."""
