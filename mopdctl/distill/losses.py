@@ -8,10 +8,10 @@ from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.layout import response_logits, token_logprobs
 from mopdctl.errors import MopdctlError
 from mopdctl.objective.advantage import distillation_advantage
-from mopdctl.objective.correction import correction_weight, staleness_ratio
 from mopdctl.objective.kl import entropy, kl_k1, kl_k3, reverse_kl
 from mopdctl.objective.surrogate import clipped_surrogate
 from mopdctl.train.batch import MicroBatch
+from mopdctl.train.policy import correction
 from mopdctl.train.step import Algorithm, TokenLoss
 
 
@@ -25,12 +25,12 @@ def sampled_token_loss(config: DistillTrainConfig) -> Algorithm:
         policy_N = token_logprobs(logits_NV, batch.tokens_N)
         prox_N = batch.streams.get("prox_logprobs", policy_N.detach())
         teacher_N = batch.streams["teacher_logprobs"]
-        weight_N, metrics = _correction(config, prox_N, batch)
+        weight_N, metrics = correction(config, prox_N, batch)
         advantage_N = distillation_advantage(teacher_N, prox_N, clip=config.advantage_clip)
         surrogate_N, clipped_N = clipped_surrogate(
             policy_N, prox_N, advantage_N, clip_low=config.clip_low, clip_high=config.clip_high
         )
-        metrics |= _agreement(logits_NV, policy_N, teacher_N) | {"distill/clip_fraction": clipped_N}
+        metrics |= _agreement(logits_NV, policy_N, teacher_N) | {"policy/clip_fraction": clipped_N}
         return TokenLoss(-weight_N * surrogate_N, metrics)
 
     return loss
@@ -51,7 +51,7 @@ def exact_kl_loss(config: DistillTrainConfig, teachers: Teachers) -> Algorithm:
         policy_N = token_logprobs(logits_NV, batch.tokens_N)
         prox_N = batch.streams.get("prox_logprobs", policy_N.detach())
         teacher_N = token_logprobs(teacher_NV, batch.tokens_N)
-        weight_N, metrics = _correction(config, prox_N, batch)
+        weight_N, metrics = correction(config, prox_N, batch)
         kl_N = reverse_kl(logits_NV, teacher_NV)
         _refuse_non_finite(kl_N.detach(), batch)
         metrics |= _agreement(logits_NV, policy_N, teacher_N) | {"distill/kl_exact_nats": kl_N.detach()}
@@ -72,16 +72,10 @@ def _refuse_non_finite(kl_N: Tensor, batch: MicroBatch) -> None:
         )
 
 
-def _correction(config: DistillTrainConfig, prox_N: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    ratio_N = staleness_ratio(prox_N, batch.streams["behavior_logprobs"])
-    weight_N, mask_N = correction_weight(ratio_N, config.correction, config.correction_low, config.correction_high)
-    return weight_N, {"distill/kept_fraction": mask_N, "distill/staleness_ratio": ratio_N}
-
-
 def _agreement(logits_NV: Tensor, policy_N: Tensor, teacher_N: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         return {
             "distill/kl_k1_nats": kl_k1(policy_N, teacher_N),
             "distill/kl_k3_nats": kl_k3(policy_N, teacher_N),
-            "distill/entropy_nats": entropy(logits_NV),
+            "policy/entropy_nats": entropy(logits_NV),
         }

@@ -1,9 +1,7 @@
 """The MOPD loop: sample, score by the routed teacher, update, keep."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +10,28 @@ import torch
 
 from mopdctl.config.teachers import DistillTrainConfig, TeachersFile
 from mopdctl.distill import held_out
+from mopdctl.distill.jobs import answer_settings, step_jobs
 from mopdctl.distill.losses import exact_kl_loss, sampled_token_loss
 from mopdctl.distill.merge import check_architectures, merge_into
 from mopdctl.distill.prompts import route
-from mopdctl.distill.rollout import OnNote, PromptBook, StepRollouts
 from mopdctl.distill.teachers import Teachers, load_teachers
 from mopdctl.engines.hf import HFModel
-from mopdctl.errors import InputError, MopdctlError
-from mopdctl.files import file_digest, fingerprint
-from mopdctl.objective.reduction import first_non_finite
+from mopdctl.engines.tokenizers import tokenizer_fingerprint
+from mopdctl.errors import InputError
+from mopdctl.files import file_digest
 from mopdctl.records import Sample
+from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.prompts import read_prompts
-from mopdctl.runs import (
-    MetricsLog,
-    Workspace,
-    building,
-    check_name_is_ours,
-    checkpoint_digest,
-    finished,
-    locked,
-    model_identity,
-    open_run,
-    read_metrics,
-    write_card,
-)
+from mopdctl.rollouts.step import OnNote, StepRollouts
+from mopdctl.rollouts.tools import environment_tools
+from mopdctl.runs import Workspace, check_name_is_ours, finished, model_identity, read_metrics
 from mopdctl.train import distributed
-from mopdctl.train.batch import TrainSequence, cut
-from mopdctl.train.optimizer import Optimizers, build_optimizers, learning_rate
+from mopdctl.train.batch import TrainSequence
+from mopdctl.train.loop import rollout_metrics, snapshot_of, update
 from mopdctl.train.order import rows_of_step
-from mopdctl.train.state import load_state, save_state, saved_steps
-from mopdctl.train.step import Accumulated, Algorithm, accumulate
-
-OnStep = Callable[[int, dict[str, Any]], None]
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds per stage of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the time that the block takes to the stage `name`."""
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+from mopdctl.train.policy import train_sequence
+from mopdctl.train.session import Clock, OnStep, Session, is_fresh, sole_writer
+from mopdctl.train.step import Accumulated
 
 
 def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
@@ -124,60 +98,55 @@ def run_distill(
     if train.warm_start == "merge":
         check_architectures(student, teachers)
     max_length = min(model.max_length for model in (student, *teachers.by_alias.values()))
-    book = PromptBook(student, prompts, config, max_length=max_length)
+    settings = answer_settings(config)
+    book = PromptBook(student, prompts, settings, max_length=max_length)
     for step in range(train.steps):
         for row in _rows(step, len(book), train):
             book.token_ids(row)
     held = held_out.prepare(config, student, base=base, max_length=max_length) if train.eval_every else None
-    with locked(folder / f"rank-{distributed.rank()}"):
-        if finished(target, folder, record):  # by another process, while this one loaded
+    tools = environment_tools(
+        {prompt.prompt_id: prompt for prompt in prompts}, student, variables=lambda p: settings(p).template_kwargs
+    )
+    with sole_writer(folder, target, record) as ours:
+        if not ours:
             return target
-        open_run(folder, record)
         measure = held_out.start(*held, student, teachers) if held else None
-        if train.warm_start == "merge" and not saved_steps(folder / "state"):
+        if train.warm_start == "merge" and is_fresh(folder):
             merge_into(student, config, workspace, base=base, scale=train.warm_start_scale)
-        if train.gradient_checkpointing:
-            student.model.gradient_checkpointing_enable()
-        optimizers = build_optimizers(student, train)
-        first, extra = load_state(folder / "state", student.model, optimizers)
-        snapshot = _snapshot(student, extra) if train.staleness else None
+        session = Session(folder, student, train)
+        snapshot = snapshot_of(student, session.extra) if train.staleness else None
         algorithm = exact_kl_loss(train, teachers) if train.objective == "exact" else sampled_token_loss(train)
-        log = MetricsLog(folder / "metrics.jsonl", next_step=first) if distributed.rank() == 0 else None
-        rollouts = StepRollouts(workspace.rollouts(config.name), book, student, config, record, on_note)
-        for step in range(first, train.steps):
+        rollouts = StepRollouts(
+            workspace.rollouts(config.name),
+            identity={"tokenizer": tokenizer_fingerprint(student), "command": "distill", "run": record},
+            sampling={"model": record["student"]} | train.model_dump(include={"temperature", "max_new_tokens"}),
+            temperature=train.temperature,
+            durability=train.durability,
+            tools=tools,
+            on_note=on_note,
+        )
+        for step in range(session.first, train.steps):
             clock = Clock()
             with clock.stage("rollout"):
-                sampler = snapshot or student
                 version = max(step - 1, 0) if snapshot else step
-                samples = rollouts.sample(sampler, _rows(step, len(book), train), step=step, policy_version=version)
+                jobs = step_jobs(book, _rows(step, len(book), train), step=step, config=config)
+                samples = rollouts.sample(snapshot or student, jobs, policy_version=version)
             with clock.stage("score"):
                 sequences = score(samples, teachers, student, config)
             if snapshot:
                 snapshot.model.load_state_dict(student.model.state_dict())
             with clock.stage("update"):
-                result, norm = update(student, optimizers, sequences, algorithm, step, train)
+                result, norm = update(student, session.optimizers, sequences, algorithm, step, train)
             with clock.stage("store"):
-                rollouts.keep(samples, _teacher_logprobs(sequences, result))
-            metrics = _metrics(step, result, norm, samples, clock, train)
+                rollouts.keep(_with_scores(samples, sequences, result))
+            by_teacher = [(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]
+            metrics = {"step": step, **rollout_metrics(step, result, norm, by_teacher, train), **clock.metrics()}
             if measure and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
                 metrics |= measure.measure(student)
-            if log:
-                log.write(metrics)
+            session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
             on_step(step + 1, metrics)
-            if (step + 1) % train.checkpoint_every == 0 and step + 1 < train.steps:
-                save_state(
-                    folder / "state",
-                    step + 1,
-                    student.model,
-                    optimizers,
-                    extra=dict(snapshot.model.state_dict()) if snapshot else None,
-                    keep_last=train.keep_last,
-                )
         rollouts.close()
-        if distributed.rank() == 0 and log:
-            log.close()
-            _finish(config, record, workspace, student, folder, base)
-        distributed.barrier()
+        session.publish(target, _card(config, record, folder), record)
     return target
 
 
@@ -188,7 +157,7 @@ def score(samples: Sequence[Sample], teachers: Teachers, student: HFModel, confi
     """
     train = config.train
     pairs = [(s.prompt_ids.tolist(), s.response_ids.tolist()) for s in samples]
-    streams: list[dict[str, Sequence[float]]] = [{"behavior_logprobs": _over_response(s)} for s in samples]
+    streams: list[dict[str, Sequence[float]]] = [{} for _ in samples]
     if train.objective == "sampled":
         by_teacher: dict[str, list[int]] = {}
         for i, sample in enumerate(samples):
@@ -199,127 +168,23 @@ def score(samples: Sequence[Sample], teachers: Teachers, student: HFModel, confi
     if train.inner_steps > 1:
         for stream, row in zip(streams, student.score(pairs), strict=True):
             stream["prox_logprobs"] = row
-    sequences = []
-    for sample, (prompt_ids, response_ids), stream in zip(samples, pairs, streams, strict=True):
-        check_streams(sample, stream)
-        sequences.append(
-            TrainSequence(
-                sample_id=sample.sample_id,
-                prompt_ids=prompt_ids,
-                response_ids=response_ids,
-                loss_mask=sample.response_mask.astype(int).tolist(),
-                teacher_id=sample.teacher_id,
-                weight=config.teachers[sample.teacher_id].weight,
-                streams=stream,
-            )
-        )
-    return sequences
-
-
-def _over_response(sample: Sample) -> list[float]:
-    """The behaviour log-probabilities with one entry per response token, 0 where a tool wrote and no loss falls."""
-    found = np.zeros(len(sample.response_ids), np.float32)
-    found[sample.response_mask] = sample.behavior_logprobs
-    return list(map(float, found))
-
-
-def check_streams(sample: Sample, streams: dict[str, Sequence[float]]) -> None:
-    """Raises MopdctlError unless every stream has one finite value per response token. Nothing is ever filled in."""
-    for name, values in streams.items():
-        who = f"teacher {sample.teacher_id!r}" if name.startswith("teacher") else name.removesuffix("_logprobs")
-        if len(values) != len(sample.response_ids):
-            raise MopdctlError(
-                f"sample {sample.sample_id}: {who} scored {len(values)} of {len(sample.response_ids)} tokens"
-            )
-        row = torch.tensor([list(values)])
-        bad = first_non_finite(row, torch.ones_like(row))
-        if bad:
-            raise MopdctlError(
-                f"sample {sample.sample_id}: {name} of token {bad[1]} (id {sample.response_ids[bad[1]]}) is "
-                f"{values[bad[1]]}; {who} gives it no probability"
-            )
-
-
-def update(
-    student: HFModel,
-    optimizers: Optimizers,
-    sequences: Sequence[TrainSequence],
-    algorithm: Algorithm,
-    step: int,
-    train: DistillTrainConfig,
-) -> tuple[Accumulated, float]:
-    """One or more optimizer steps on one batch; returns the first accumulation and its gradient norm.
-
-    The clip fraction alone is that of the last inner step: in the first one nothing can be clipped.
-    """
-    micro_batches = cut(
-        sequences,
-        reduction=train.loss_reduction,
-        num_micro_batches=train.gradient_accumulation,
-        pad_id=student.pad_id,
-        device=student.device,
-    )
-    first: tuple[Accumulated, float] | None = None
-    for inner in range(train.inner_steps):
-        shares = inner == 0 and step % train.grad_share_every == 0
-        result = accumulate(student, micro_batches, algorithm, per_teacher_norms=shares)
-        norm = optimizers.step(learning_rate(step, train), train.max_grad_norm)
-        first = first or (result, norm)
-        for name in result.means.keys() & {"distill/clip_fraction"}:
-            first[0].means[name] = result.means[name]
-    assert first is not None
-    return first
+    return [
+        train_sequence(sample, stream, judge=sample.teacher_id, weight=config.teachers[sample.teacher_id].weight)
+        for sample, stream in zip(samples, streams, strict=True)
+    ]
 
 
 def _rows(step: int, num_rows: int, train: DistillTrainConfig) -> list[int]:
     return rows_of_step(step, num_rows=num_rows, batch_size=train.batch_size, seed=train.seed)
 
 
-def _snapshot(student: HFModel, extra: dict[str, torch.Tensor]) -> HFModel:
-    """A frozen copy of the student: the sampler of `staleness: 1`, one step behind."""
-    import copy
-
-    model = copy.deepcopy(student.model).eval().requires_grad_(False)
-    if extra:
-        model.load_state_dict(extra, strict=False)
-    return HFModel(model, student.tokenizer, dtype=student.dtype, batch_size=student.batch_size)
-
-
-def _teacher_logprobs(sequences: Sequence[TrainSequence], result: Accumulated) -> dict[str, list[float]]:
-    """Sample id to the teacher's log-probability of each loss-active token."""
-    return result.streams.get("teacher_logprobs") or {
+def _with_scores(samples: Sequence[Sample], sequences: Sequence[TrainSequence], result: Accumulated) -> list[Sample]:
+    """The samples with the teacher's log-probability of each loss-active token."""
+    found = result.streams.get("teacher_logprobs") or {
         s.sample_id: [v for v, active in zip(s.streams["teacher_logprobs"], s.loss_mask, strict=True) if active]
         for s in sequences
     }
-
-
-def _metrics(
-    step: int, result: Accumulated, norm: float, samples: Sequence[Sample], clock: Clock, train: DistillTrainConfig
-) -> dict[str, Any]:
-    """One step's metrics; what is kept per teacher is an object keyed by alias."""
-    total = sum(result.tokens.values())
-    lengths: dict[str, list[int]] = {}
-    truncated: dict[str, list[bool]] = {}
-    for found in distributed.gather_objects([(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]):
-        for alias, length, reason in found:
-            lengths.setdefault(alias, []).append(length)
-            truncated.setdefault(alias, []).append(reason == "length")
-    metrics: dict[str, Any] = {
-        "step": step,
-        "train/loss": result.loss,
-        "train/grad_norm": norm,
-        "train/learning_rate": learning_rate(step, train),
-        **result.means,
-        "distill/token_share": {alias: count / total for alias, count in result.tokens.items()},
-        "rollout/response_length": {a: sum(n) / len(n) for a, n in sorted(lengths.items())},
-        "rollout/truncated_share": {a: sum(t) / len(t) for a, t in sorted(truncated.items())},
-        "rollout/tokens": total,
-        **{f"perf/{stage}_s": round(seconds, 4) for stage, seconds in clock.seconds.items()},
-    }
-    if result.grad_norms:
-        whole = sum(result.grad_norms.values())
-        metrics["distill/grad_share"] = {a: n / whole if whole else None for a, n in result.grad_norms.items()}
-    return metrics
+    return [replace(s, teacher_logprobs=np.array(found.get(s.sample_id, []), np.float32)) for s in samples]
 
 
 def _record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[str, Any]:
@@ -336,11 +201,9 @@ def _record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[str,
     return record
 
 
-def _finish(
-    config: TeachersFile, record: dict[str, Any], workspace: Workspace, student: HFModel, folder: Path, base: Path
-) -> None:
-    history = [row for row in read_metrics(folder) if "held_out/score" in row]
-    card = {
+def _card(config: TeachersFile, record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the checkpoint says about itself."""
+    card: dict[str, Any] = {
         "name": config.name,
         "algorithm": f"mopd/{config.train.objective}",
         "parent": config.student,
@@ -356,11 +219,8 @@ def _finish(
             }
             for alias, teacher in sorted(config.teachers.items())
         },
-        "config": record,
-        "fingerprint": fingerprint(record),
     }
+    history = [row for row in read_metrics(folder) if "held_out/score" in row]
     if history:
         card["steps_to_reach_teacher"] = held_out.reached(history)
-    with building(workspace.checkpoint(config.name)) as temporary:
-        student.save(temporary)
-        write_card(temporary, card | {"digest": checkpoint_digest(temporary)})
+    return card

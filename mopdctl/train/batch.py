@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mopdctl.engines.layout import Layout, lay_out, lay_out_pack
 from mopdctl.objective.reduction import Reduction, token_coefficients
-from mopdctl.train.distributed import sum_over_ranks
+from mopdctl.train.distributed import gather_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class TrainSequence:
     """lambda of its teacher."""
     streams: dict[str, Sequence[float]] = field(default_factory=dict)
     """Name to one float per response token, e.g. `behavior_logprobs`."""
+    component: str = ""
+    """Which loss it belongs to. Every component has its own denominators, so that none dilutes another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class MicroBatch:
         """The one teacher of this micro-batch."""
         return self.sequences[0].teacher_id
 
+    @property
+    def component(self) -> str:
+        """The one loss component of this micro-batch."""
+        return self.sequences[0].component
+
 
 def cut(
     sequences: Sequence[TrainSequence],
@@ -58,7 +65,7 @@ def cut(
     pad_id: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """Cuts the sequences that this rank has of one optimizer step into micro-batches of one teacher each.
+    """Cuts the sequences that this rank has of one optimizer step into micro-batches of one component and teacher.
 
     Within a teacher, sequences of similar length go together. At least `num_micro_batches` come out where there are
     so many sequences, shared among the teachers by their tokens. The coefficients count all ranks.
@@ -83,22 +90,30 @@ def cut_packs(
 
 def _coefficients(sequences: Sequence[TrainSequence], reduction: Reduction) -> dict[int, float]:
     """What the loss of each sequence's tokens is multiplied with, by the sequence's `id`."""
-    counts = [sum(s.loss_mask) for s in sequences]
-    total_tokens, total_sequences = sum_over_ranks(sum(counts), len(sequences))
-    found = token_coefficients(
-        counts,
-        [s.weight for s in sequences],
-        reduction,
-        total_tokens=int(total_tokens),
-        total_sequences=int(total_sequences),
-    )
-    return dict(zip([id(s) for s in sequences], found, strict=True))
+    own: dict[str, tuple[int, int]] = {}
+    for sequence in sequences:
+        tokens, count = own.get(sequence.component, (0, 0))
+        own[sequence.component] = tokens + sum(sequence.loss_mask), count + 1
+    everywhere = gather_objects(own)
+    coefficients: dict[int, float] = {}
+    for component in own:
+        members = [s for s in sequences if s.component == component]
+        totals = [found.get(component, (0, 0)) for found in everywhere]
+        found = token_coefficients(
+            [sum(s.loss_mask) for s in members],
+            [s.weight for s in members],
+            reduction,
+            total_tokens=sum(tokens for tokens, _ in totals),
+            total_sequences=sum(count for _, count in totals),
+        )
+        coefficients |= dict(zip([id(s) for s in members], found, strict=True))
+    return coefficients
 
 
 def _groups(sequences: Sequence[TrainSequence], num_micro_batches: int) -> list[list[TrainSequence]]:
-    by_teacher: dict[str, list[TrainSequence]] = {}
+    by_teacher: dict[tuple[str, str], list[TrainSequence]] = {}
     for sequence in sequences:
-        by_teacher.setdefault(sequence.teacher_id, []).append(sequence)
+        by_teacher.setdefault((sequence.component, sequence.teacher_id), []).append(sequence)
     total = sum(_length(s) for s in sequences)
     groups: list[list[TrainSequence]] = []
     for teacher in sorted(by_teacher):

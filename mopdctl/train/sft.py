@@ -1,7 +1,6 @@
 """Supervised fine-tuning: cross-entropy on the assistant's tokens, on the shared loop."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,16 @@ from mopdctl.engines.hf import HFModel
 from mopdctl.engines.layout import check_keeps_apart, token_logprobs
 from mopdctl.engines.tokenizers import ChatTokenizer
 from mopdctl.errors import InputError
-from mopdctl.files import file_digest, fingerprint
-from mopdctl.runs import (
-    MetricsLog,
-    Workspace,
-    building,
-    check_name_is_ours,
-    checkpoint_digest,
-    finished,
-    locked,
-    model_identity,
-    open_run,
-    write_card,
-)
+from mopdctl.files import file_digest
+from mopdctl.runs import Workspace, check_name_is_ours, finished, model_identity
 from mopdctl.train import distributed
 from mopdctl.train.batch import MicroBatch, cut, cut_packs
 from mopdctl.train.data import row_conversation, row_loss_on, row_tools
-from mopdctl.train.optimizer import Optimizers, build_optimizers, learning_rate
+from mopdctl.train.optimizer import Optimizers, learning_rate
 from mopdctl.train.rows import iterate_rows
+from mopdctl.train.session import OnStep, Session, sole_writer
 from mopdctl.train.stages import Stage, all_files, plan_stages
-from mopdctl.train.state import load_state, save_state
 from mopdctl.train.step import TokenLoss, accumulate
-
-OnStep = Callable[[int, dict[str, Any]], None]
 
 
 def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
@@ -107,41 +93,22 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     stages = plan_stages(config, model, files, max_positions=model.max_length)
     if any(stage.packed for stage in stages):
         check_keeps_apart(model.model)
-    with locked(folder / f"rank-{distributed.rank()}"):
-        if finished(target, folder, record):  # by another process, while this one loaded
+    with sole_writer(folder, target, record) as ours:
+        if not ours:
             return target
-        open_run(folder, record)
-        if config.train.gradient_checkpointing:
-            model.model.gradient_checkpointing_enable()
-        optimizers = build_optimizers(model, config.train)
-        done, _ = load_state(folder / "state", model.model, optimizers)
-        log = MetricsLog(folder / "metrics.jsonl", next_step=done) if distributed.rank() == 0 else None
-        for step, stage in [(s.first_step + i, s) for s in stages for i in range(s.train.steps)][done:]:
-            metrics = {"step": step, "train/stage": stage.name} | _train_step(model, optimizers, stage, step)
-            if log:
-                log.write(metrics)
+        session = Session(folder, model, config.train)
+        for step, stage in [(s.first_step + i, s) for s in stages for i in range(s.train.steps)][session.first :]:
+            metrics = {"step": step, "train/stage": stage.name} | _train_step(model, session.optimizers, stage, step)
+            session.end_step(step, metrics)
             on_step(step + 1, metrics)
-            if (step + 1) % config.train.checkpoint_every == 0 and step + 1 < config.train.steps:
-                save_state(folder / "state", step + 1, model.model, optimizers, keep_last=config.train.keep_last)
-        if distributed.rank() == 0:
-            with building(target) as temporary:
-                model.save(temporary)
-                write_card(
-                    temporary,
-                    {
-                        "name": config.name,
-                        "algorithm": "sft",
-                        "parent": config.model,
-                        "parent_digest": record["model"],
-                        "config": record,
-                        "fingerprint": fingerprint(record),
-                        "digest": checkpoint_digest(temporary),
-                        "stages": _reports(stages),
-                    },
-                )
-            if log:
-                log.close()
-        distributed.barrier()
+        card = {
+            "name": config.name,
+            "algorithm": "sft",
+            "parent": config.model,
+            "parent_digest": record["model"],
+            "stages": _reports(stages),
+        }
+        session.publish(target, card, record)
     return target
 
 

@@ -110,8 +110,8 @@ def test_two_aliases_of_a_checkpoint_are_one_teacher_of_both_domains(
     for one, other in zip(apart.metrics, together.metrics, strict=True):
         assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
         assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
-        shares = one["distill/token_share"]
-        assert other["distill/token_share"]["both"] == pytest.approx(shares["arithmetic"] + shares["structured"])
+        shares = one["policy/token_share"]
+        assert other["policy/token_share"]["both"] == pytest.approx(shares["arithmetic"] + shares["structured"])
     # Two steps of 1e-4 move a weight by up to 2e-4; in other micro-batches the sums differ by rounding alone.
     assert distance(apart.weights, together.weights) < 1e-5
 
@@ -153,8 +153,8 @@ def test_the_sampler_is_the_learner_as_long_as_nothing_is_stale(tiny: Path, base
         for rollout, row in zip(first, rescored(tiny / "models" / "student", first), strict=True):
             assert rollout["behavior_logprobs"] == pytest.approx(row, abs=FLOAT32)
         for row in run.metrics:
-            assert row["distill/staleness_ratio"] == pytest.approx(dict.fromkeys(DOMAINS, 1.0), abs=1e-4)
-            assert row["distill/kept_fraction"] == dict.fromkeys(DOMAINS, 1.0)
+            assert row["policy/staleness_ratio"] == pytest.approx(dict.fromkeys(DOMAINS, 1.0), abs=1e-4)
+            assert row["policy/kept_fraction"] == dict.fromkeys(DOMAINS, 1.0)
 
 
 def test_metrics_are_those_of_the_rollouts(base: dict[str, SimpleNamespace]) -> None:
@@ -168,7 +168,7 @@ def test_metrics_are_those_of_the_rollouts(base: dict[str, SimpleNamespace]) -> 
             expected = {
                 "distill/kl_k1_nats": {d: -fmean(found) for d, found in log_ratios.items()},
                 "distill/kl_k3_nats": {d: fmean(k3(a) for a in found) for d, found in log_ratios.items()},
-                "distill/token_share": {d: n / total for d, n in tokens.items()},
+                "policy/token_share": {d: n / total for d, n in tokens.items()},
                 "rollout/response_length": {d: tokens[d] / len(found) for d, found in by_teacher.items()},
                 "rollout/truncated_share": {
                     d: fmean(r["finish_reason"] == "length" for r in found) for d, found in by_teacher.items()
@@ -176,17 +176,17 @@ def test_metrics_are_those_of_the_rollouts(base: dict[str, SimpleNamespace]) -> 
             }
             for name, values in expected.items():
                 assert row[name] == pytest.approx(values, abs=FLOAT32), name
-            assert sum(row["distill/token_share"].values()) == pytest.approx(1)
+            assert sum(row["policy/token_share"].values()) == pytest.approx(1)
             assert row["rollout/tokens"] == total
             assert row["train/learning_rate"] == 1e-3
-            assert all(0 < value < 6.3 for value in row["distill/entropy_nats"].values())  # log 504 = 6.22
+            assert all(0 < value < 6.3 for value in row["policy/entropy_nats"].values())  # log 504 = 6.22
             if objective == "sampled":
                 loss = -sum(a for found in log_ratios.values() for a in found) / total
             else:
                 loss = sum(row["distill/kl_exact_nats"][d] * n / total for d, n in tokens.items())
                 assert all(value > 0 for value in row["distill/kl_exact_nats"].values())
             assert row["train/loss"] == pytest.approx(loss, abs=FLOAT32)
-        measured = [row.get("distill/grad_share") for row in run.metrics]
+        measured = [row.get("policy/grad_share") for row in run.metrics]
         assert measured[1] is None
         for shares in (measured[0], measured[2]):
             assert list(shares) == DOMAINS
@@ -256,8 +256,8 @@ def test_a_stale_sampler_is_one_step_behind(tiny: Path, distil: Distil, teachers
             if 0.8 <= ratio <= 1.25:
                 loss -= ratio * (teacher_logprob - prox_logprob)
     kept = {d: fmean(0.8 <= c <= 1.25 for c in found) for d, found in ratios.items()}
-    assert row["distill/staleness_ratio"] == pytest.approx({d: fmean(c) for d, c in ratios.items()}, rel=1e-4)
-    assert row["distill/kept_fraction"] == pytest.approx(kept)
+    assert row["policy/staleness_ratio"] == pytest.approx({d: fmean(c) for d, c in ratios.items()}, rel=1e-4)
+    assert row["policy/kept_fraction"] == pytest.approx(kept)
     assert min(kept.values()) > 0
     assert max(kept.values()) < 1
     # Masked tokens stay in the denominator.
@@ -284,7 +284,7 @@ def test_corrections_agree_where_there_is_nothing_to_correct(
     plain = base[objective].metrics[0]
     assert row["train/loss"] == pytest.approx(plain["train/loss"], abs=FLOAT32)
     assert row["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-4)
-    assert row["distill/kept_fraction"] == dict.fromkeys(DOMAINS, 1.0)
+    assert row["policy/kept_fraction"] == dict.fromkeys(DOMAINS, 1.0)
 
 
 # ----------------------------------------------------------------------------------------- weights, reductions, samples
@@ -297,14 +297,14 @@ def test_lambda_scales_the_loss_and_gradient_of_its_teacher(
     document = teachers_document(steps=1, objective=objective)
     document["teachers"]["tools"]["weight"] = 3.0
     plain, row = base[objective].metrics[0], distil(document).metrics[0]
-    shares = plain["distill/grad_share"]
+    shares = plain["policy/grad_share"]
     whole = shares["arithmetic"] + shares["structured"] + 3 * shares["tools"]
     expected = {d: shares[d] * (3 if d == "tools" else 1) / whole for d in DOMAINS}
-    assert row["distill/grad_share"] == pytest.approx(expected, rel=1e-4)
+    assert row["policy/grad_share"] == pytest.approx(expected, rel=1e-4)
     kl = plain["distill/kl_k1_nats" if objective == "sampled" else "distill/kl_exact_nats"]
-    terms = {d: kl[d] * plain["distill/token_share"][d] for d in DOMAINS}
+    terms = {d: kl[d] * plain["policy/token_share"][d] for d in DOMAINS}
     assert row["train/loss"] == pytest.approx(sum(terms.values()) + 2 * terms["tools"], abs=FLOAT32)
-    assert row["distill/token_share"] == plain["distill/token_share"]
+    assert row["policy/token_share"] == plain["policy/token_share"]
 
 
 def test_token_and_sequence_reduction(
@@ -347,15 +347,15 @@ def test_inner_steps_leave_prox_until_the_clip_holds(
     # The first of the inner steps is the plain one: prox is the policy itself.
     assert run.metrics[0]["train/loss"] == pytest.approx(once["train/loss"], abs=FLOAT32)
     assert run.metrics[0]["distill/kl_k1_nats"] == pytest.approx(once["distill/kl_k1_nats"], abs=FLOAT32)
-    assert run.metrics[0]["distill/kept_fraction"] == dict.fromkeys(DOMAINS, 1.0)
+    assert run.metrics[0]["policy/kept_fraction"] == dict.fromkeys(DOMAINS, 1.0)
     # After steps of 1e-2 many tokens have left [0.8, 1.28]; a figure that is always 0 would tell nobody.
-    assert all(0 < value < 1 for value in run.metrics[0]["distill/clip_fraction"].values())
+    assert all(0 < value < 1 for value in run.metrics[0]["policy/clip_fraction"].values())
     free = distil(teachers_document(steps=2, inner_steps=3, learning_rate=1e-2, clip_low=1.0, clip_high=1e6))
     assert distance(run.weights, free.weights) > 1e-3
 
 
 def test_one_inner_step_never_clips(base: dict[str, SimpleNamespace]) -> None:
-    assert all(row["distill/clip_fraction"] == dict.fromkeys(DOMAINS, 0.0) for row in base["sampled"].metrics)
+    assert all(row["policy/clip_fraction"] == dict.fromkeys(DOMAINS, 0.0) for row in base["sampled"].metrics)
 
 
 def test_a_bound_on_the_advantage_bounds_the_loss(distil: Distil, teachers_document: Document) -> None:

@@ -131,7 +131,7 @@ def test_a_warm_start_begins_from_the_merge(tmp_path: Path, teachers_document: D
     merged = merge(document, tmp_path / "workspace", scale=0.4)
     cold = distil(teachers_document(**train, top={"student": str(merged)}))
     assert [r["response_ids"] for r in warm.rollouts[0]] == [r["response_ids"] for r in cold.rollouts[0]]
-    for name in ("train/loss", "train/grad_norm", "distill/kl_k1_nats", "distill/kl_k3_nats", "distill/entropy_nats"):
+    for name in ("train/loss", "train/grad_norm", "distill/kl_k1_nats", "distill/kl_k3_nats", "policy/entropy_nats"):
         assert warm.metrics[0][name] == pytest.approx(cold.metrics[0][name], rel=1e-5, abs=1e-5), name
     plain = distil(teachers_document(**train))
     assert warm.metrics[0]["train/loss"] != pytest.approx(plain.metrics[0]["train/loss"], abs=1e-2)

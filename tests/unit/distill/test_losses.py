@@ -78,9 +78,9 @@ def test_the_sampled_objective_is_its_equation(correction: str, inner: bool, bou
     assert logits_NV.grad is not None
     torch.testing.assert_close(found.loss_N.detach().double(), loss_N, atol=FLOAT32, rtol=FLOAT32)
     torch.testing.assert_close(logits_NV.grad.double(), gradient_NV, atol=FLOAT32, rtol=FLOAT32)
-    assert found.metrics["distill/kept_fraction"].tolist() == kept_N.tolist()
-    assert found.metrics["distill/staleness_ratio"].tolist() == pytest.approx(c_N.tolist(), rel=FLOAT32)
-    assert found.metrics["distill/clip_fraction"].tolist() == clipped_N.tolist()
+    assert found.metrics["policy/kept_fraction"].tolist() == kept_N.tolist()
+    assert found.metrics["policy/staleness_ratio"].tolist() == pytest.approx(c_N.tolist(), rel=FLOAT32)
+    assert found.metrics["policy/clip_fraction"].tolist() == clipped_N.tolist()
     assert clipped_N.sum() == (3 if inner else 0)
     assert kept_N.sum() == (4 if correction == "icepop" else 6)
 
@@ -93,14 +93,14 @@ def test_agreement_with_the_teacher_is_measured_on_the_current_policy() -> None:
     expected = {
         "distill/kl_k1_nats": -d_N,
         "distill/kl_k3_nats": d_N.exp() - 1 - d_N,
-        "distill/entropy_nats": -(logprobs_NV.exp() * logprobs_NV).sum(-1),
+        "policy/entropy_nats": -(logprobs_NV.exp() * logprobs_NV).sum(-1),
     }
     for name, values_N in expected.items():
         torch.testing.assert_close(found[name].double(), values_N, atol=FLOAT32, rtol=FLOAT32)
     assert set(found) - set(expected) == {
-        "distill/clip_fraction",
-        "distill/kept_fraction",
-        "distill/staleness_ratio",
+        "policy/clip_fraction",
+        "policy/kept_fraction",
+        "policy/staleness_ratio",
     }
 
 

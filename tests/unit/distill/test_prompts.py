@@ -167,7 +167,7 @@ def test_a_prompt_carries_what_the_row_says(tmp_path: Path) -> None:
     ]
     write_jsonl(tmp_path / "p.jsonl", rows)
     assert read_prompts(tmp_path / "p.jsonl", ("domain",)) == [
-        Prompt("first", tuple(MESSAGES), (TOOL,), {"domain": "math"}, {"a": 1}, "v", f"{tmp_path}/p.jsonl:1"),
+        Prompt("first", tuple(MESSAGES), (TOOL,), {"domain": "math"}, {"a": 1}, "v", None, f"{tmp_path}/p.jsonl:1"),
         Prompt("1", ({"role": "user", "content": "plain"},), None, {"domain": "code"}, place=f"{tmp_path}/p.jsonl:2"),
     ]
 

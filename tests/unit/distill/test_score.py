@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.run import check_streams, score
+from mopdctl.distill.run import score
 from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.records import Sample
+from mopdctl.train.policy import check_streams
 
 Document = Callable[..., dict[str, Any]]
 FLOAT32 = 5e-5  # float32 in another order than one unpadded row at a time in float64

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.rollout import PromptBook, StepRollouts
+from mopdctl.distill.jobs import answer_settings, step_jobs
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt, Sample
+from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.prompts import read_prompts
+from mopdctl.rollouts.step import StepRollouts
 
 Document = Callable[..., dict[str, Any]]
 
@@ -23,15 +25,22 @@ def student(tiny: Path) -> HFModel:
 
 
 def book_of(student: HFModel, config: TeachersFile, prompts: list[Prompt] | None = None) -> PromptBook:
-    return PromptBook(student, prompts or read_prompts(config.prompts, config.routing_keys), config)
+    return PromptBook(student, prompts or read_prompts(config.prompts, config.routing_keys), answer_settings(config))
 
 
 def roll_out(
     student: HFModel, book: PromptBook, rows: list[int], *, step: int, policy_version: int, config: TeachersFile
 ) -> list[Sample]:
     with tempfile.TemporaryDirectory() as folder:
-        rollouts = StepRollouts(Path(folder) / "store", book, student, config, {"student": "s"})
-        found = rollouts.sample(student, rows, step=step, policy_version=policy_version)
+        rollouts = StepRollouts(
+            Path(folder) / "store",
+            identity={"tokenizer": "t"},
+            sampling={"model": "s"},
+            temperature=config.train.temperature,
+            durability=config.train.durability,
+        )
+        jobs = step_jobs(book, rows, step=step, config=config)
+        found = rollouts.sample(student, jobs, policy_version=policy_version)
         rollouts.close()
     return found
 

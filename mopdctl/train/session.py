@@ -1,0 +1,98 @@
+"""What every training run does around its loop: one writer, resumable state, a line of metrics a step, a checkpoint."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from mopdctl.config.train import TrainConfig
+from mopdctl.engines.hf import HFModel
+from mopdctl.files import fingerprint
+from mopdctl.runs import MetricsLog, building, checkpoint_digest, finished, locked, open_run, write_card
+from mopdctl.train import distributed
+from mopdctl.train.optimizer import build_optimizers
+from mopdctl.train.state import load_state, save_state, saved_steps
+
+OnStep = Callable[[int, dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds per stage of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time that the block takes to the stage `name`."""
+        began = perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
+
+    def metrics(self) -> dict[str, float]:
+        """`perf/<stage>_s` for every stage."""
+        return {f"perf/{stage}_s": round(seconds, 4) for stage, seconds in self.seconds.items()}
+
+
+@contextmanager
+def sole_writer(folder: Path, target: Path, record: dict[str, Any]) -> Iterator[bool]:
+    """Holds the run for this process. False if another one finished it while this one was loading.
+
+    Raises InputError if another process has the run, or if it was begun with another configuration.
+    """
+    with locked(folder / f"rank-{distributed.rank()}"):
+        if finished(target, folder, record):
+            yield False
+        else:
+            open_run(folder, record)
+            yield True
+
+
+def is_fresh(folder: Path) -> bool:
+    """Whether the run has no state to go on from."""
+    return not saved_steps(folder / "state")
+
+
+class Session:
+    """A training run between its first step and its checkpoint.
+
+    Made once the model has the weights to start from; a saved state then takes their place.
+    """
+
+    def __init__(self, folder: Path, model: HFModel, config: TrainConfig) -> None:
+        self._folder, self._model, self._config = folder, model, config
+        if config.gradient_checkpointing:
+            model.model.gradient_checkpointing_enable()
+        self.optimizers = build_optimizers(model, config)
+        self.first, self.extra = load_state(folder / "state", model.model, self.optimizers)
+        """The step to go on with, and the tensors that were saved beside the weights."""
+        is_main = distributed.rank() == 0
+        self._log = MetricsLog(folder / "metrics.jsonl", next_step=self.first) if is_main else None
+
+    def end_step(self, step: int, metrics: dict[str, Any], *, extra: dict[str, Tensor] | None = None) -> None:
+        """Writes the metrics of step `step` (from 0), and every `checkpoint_every` steps all that resuming needs."""
+        if self._log:
+            self._log.write(metrics)
+        if (step + 1) % self._config.checkpoint_every == 0 and step + 1 < self._config.steps:
+            save_state(
+                self._folder / "state",
+                step + 1,
+                self._model.model,
+                self.optimizers,
+                extra=extra,
+                keep_last=self._config.keep_last,
+            )
+
+    def publish(self, target: Path, card: dict[str, Any], record: dict[str, Any]) -> None:
+        """Writes the checkpoint with its card; every rank waits until it is there."""
+        if self._log:
+            self._log.close()
+            with building(target) as temporary:
+                self._model.save(temporary)
+                made_by = {"config": record, "fingerprint": fingerprint(record)}
+                write_card(temporary, {**card, **made_by, "digest": checkpoint_digest(temporary)})
+        distributed.barrier()
