@@ -1,29 +1,62 @@
 """The verifiers by name, and the one function that runs them."""
 
+import atexit
 import math
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
+from mopdctl.verifiers.abstention import abstention
+from mopdctl.verifiers.action import action
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, ParseError, Verdict, VerdictState, Verifier
+from mopdctl.verifiers.code import code
 from mopdctl.verifiers.constraints import constraints
 from mopdctl.verifiers.exact import exact_match, integer
-from mopdctl.verifiers.structured import json_equal
+from mopdctl.verifiers.limits import LimitError
+from mopdctl.verifiers.math import math_answer
+from mopdctl.verifiers.state_replay import state_replay
+from mopdctl.verifiers.structured import json_equal, structured
 from mopdctl.verifiers.tool_call import tool_call
+
+if TYPE_CHECKING:
+    from mopdctl.verifiers.pool import VerifierPool
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
     for verifier in (
-        Verifier("exact_match", 1, exact_match),
-        Verifier("integer", 1, integer),
-        Verifier("json_equal", 1, json_equal),
-        Verifier("constraints", 1, constraints),
-        Verifier("tool_call", 1, tool_call),
+        Verifier("exact_match", 2, exact_match),
+        Verifier("integer", 2, integer),
+        Verifier("math", 1, math_answer, isolated=True),
+        Verifier("json_equal", 2, json_equal),
+        Verifier("structured", 1, structured, isolated=True),
+        Verifier("constraints", 2, constraints),
+        Verifier("abstention", 1, abstention, isolated=True),
+        Verifier("code", 1, code, isolated=True),
+        Verifier("tool_call", 2, tool_call),
+        Verifier("action", 1, action),
+        Verifier("state_replay", 1, state_replay),
     )
 }
 
 
 def verify(name: str, response: str, reference: Any) -> Verdict:
-    """Scores one response that stands for itself. KeyError for an unknown verifier; see `run_check` for the rest."""
-    return run_check(VERIFIERS[name], Attempt(response, reference))
+    """Scores one response that stands for itself. KeyError for an unknown verifier; see `run_check` for the rest.
+
+    An isolated verifier runs in a worker of a pool that starts with the first of them, with the default `Limits`.
+    """
+    verifier, attempt = VERIFIERS[name], Attempt(response, reference)
+    if not verifier.isolated:
+        return run_check(verifier, attempt)
+    from mopdctl.verifiers.pool import VerifierPool  # the workers of a pool load this module
+
+    pool = _pools.get(os.getpid())
+    if pool is None:
+        pool = _pools.setdefault(os.getpid(), VerifierPool())
+        atexit.register(pool.close)
+    return pool.check([(name, attempt)])[0]
+
+
+_pools: "dict[int, VerifierPool]" = {}
+"""The pool that `verify` uses, by process id: a process that is forked off needs its own."""
 
 
 def run_check(verifier: Verifier, attempt: Attempt) -> Verdict:
@@ -38,6 +71,10 @@ def run_check(verifier: Verifier, attempt: Attempt) -> Verdict:
         return verdict(VerdictState.PARSE_ERROR, str(error))
     except InvalidReferenceError as error:
         return verdict(VerdictState.INVALID_REFERENCE, str(error))
+    except LimitError as error:
+        return verdict(VerdictState.TIMEOUT, str(error))
+    except MemoryError:
+        return verdict(VerdictState.TIMEOUT, "memory: asked for more than the limit in one go")
     except (TypeError, RecursionError) as error:  # checks take any JSON for a reference
         return verdict(VerdictState.INVALID_REFERENCE, str(error))
     except Exception as error:

@@ -1,58 +1,164 @@
-"""Structured output: the response must be one JSON document equal to the reference in values and types."""
+"""Structured output: one well-formed document that fits its schema and equals the expected content."""
 
-import json
+import re
 from typing import Any
 
-from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome, ParseError
+import jsonschema
+from jsonschema.validators import validator_for
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from mopdctl.verifiers import documents
+from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome
+from mopdctl.verifiers.documents import parse_json
+from mopdctl.verifiers.fences import FENCE_RULES, answer, unfenced
+
+__all__ = ["json_equal", "parse_json", "structured"]
+
+_KEYS = {"format", "schema", "value", "columns", "fence"}
+_TYPED_BY_SCHEMA = ("xml", "csv")
+_INTEGER = re.compile(r"-?\d{1,30}", re.ASCII)
+_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?(?:[eE][+-]?\d{1,2})?", re.ASCII)
 
 
 def json_equal(attempt: Attempt) -> Outcome:
-    """1 if the response is JSON equal to `reference["value"]`: key order is free; `1`, `1.0` and `true` all differ.
+    """1 if the answer is JSON equal to `reference["value"]`: key order is free; `1`, `1.0` and `true` all differ.
 
     One Markdown fence around the document is allowed. Duplicate keys and trailing text are parse errors.
     """
     reference = attempt.reference
     if not isinstance(reference, dict) or "value" not in reference:
         raise InvalidReferenceError("reference has no 'value'")
-    got = parse_json(attempt.response)
-    same = _equal(got, reference["value"])
+    got = parse_json(answer(attempt.response))
+    same = equal(got, reference["value"])
     return Outcome(float(same), "" if same else "differs from the reference")
 
 
-def parse_json(text: str) -> Any:
-    """One strict JSON document. Raises ParseError for anything else, duplicate keys and NaN included."""
-    try:
-        return json.loads(_unfenced(text), object_pairs_hook=_no_duplicates, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise ParseError(f"not JSON: {error}") from None
+def structured(attempt: Attempt) -> Outcome:
+    """1 if the answer is one document of `reference["format"]` that fulfils everything else in the reference.
+
+    `schema`: JSON Schema of the document as `documents.read` maps it (draft 2020-12 unless `$schema` says otherwise;
+    `format` in a schema is not checked). XML and CSV know only text, so that there a text is read as the `integer`,
+    `number`, `boolean` or `null` that `type` asks for, and one element as an `array` of one; only `type`, `properties`
+    and `items` are followed for this. `value`: the whole content, types included, key order free. `columns`: the header
+    of a CSV, in order. `fence`: one of FENCE_RULES, `optional` if not given.
+
+    Raises ParseError for what is malformed; InvalidReferenceError for a schema that is invalid or points elsewhere.
+    """
+    reference = _checked(attempt.reference)
+    form, schema = reference["format"], reference.get("schema", True)
+    text = unfenced(answer(attempt.response), reference.get("fence", "optional"), documents.LANGUAGES[form])
+    document = documents.read(text, form)
+    if "columns" in reference and (header := documents.csv_header(text)) != reference["columns"]:
+        return Outcome(0.0, f"columns {header}, expected {reference['columns']}"[:300])
+    if form in _TYPED_BY_SCHEMA:
+        document = _typed(document, schema)
+    if broken := _breaks(document, schema):
+        return Outcome(0.0, broken)
+    if "value" in reference and not equal(document, reference["value"]):
+        return Outcome(0.0, "differs from the expected value")
+    return Outcome(1.0)
 
 
-def _unfenced(text: str) -> str:
-    """What stands between the two lines of a Markdown fence, if the whole text is one. Linear, unlike a regex here."""
-    stripped = text.strip()
-    opening, _, rest = stripped.partition("\n")
-    body = rest.removesuffix("```")
-    closed = body != rest and "\n" in body[len(body.rstrip()) :]
-    return body if closed and opening.rstrip() in ("```", "```json") else text
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        raise ValueError("duplicate key")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     """Equality of JSON values and types: `True`, `1` and `1.0` are three different things. As deep as both are."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def _checked(reference: Any) -> dict[str, Any]:
+    """The reference. Raises InvalidReferenceError unless every key is known and usable, whatever the response."""
+    if not isinstance(reference, dict) or not isinstance(reference.get("format"), str):
+        raise InvalidReferenceError("reference has no 'format'")
+    if unknown := reference.keys() - _KEYS:
+        raise InvalidReferenceError(f"unknown key {min(map(str, unknown))!r}; there are {', '.join(sorted(_KEYS))}")
+    if reference["format"] not in documents.LANGUAGES:
+        raise InvalidReferenceError(f"format {reference['format']!r} is none of {', '.join(documents.LANGUAGES)}")
+    if "fence" in reference and reference["fence"] not in FENCE_RULES:
+        raise InvalidReferenceError(f"fence {reference['fence']!r} is none of {', '.join(FENCE_RULES)}")
+    if "columns" in reference:
+        columns = reference["columns"]
+        if reference["format"] != "csv" or not isinstance(columns, list) or not columns:
+            raise InvalidReferenceError("'columns' is for csv, and a list of names")
+        if not all(isinstance(name, str) for name in columns):
+            raise InvalidReferenceError("'columns' holds something that is not text")
+    if "schema" in reference:
+        _check_schema(reference["schema"])
+    return reference
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict | bool):
+        raise InvalidReferenceError("'schema' is not a JSON Schema")
+    if isinstance(schema, dict) and "$schema" in schema and validator_for(schema, default=None) is None:
+        raise InvalidReferenceError(f"schema: unknown $schema {schema['$schema']!r}")
+    try:
+        validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise InvalidReferenceError(f"schema: {error.json_path}: {error.message}"[:300]) from None
+    contents = Resource.from_contents(schema, default_specification=DRAFT202012)
+    resolver = Registry().with_resource("", contents).resolver()
+    for target in _targets(schema):
+        if not target.startswith("#"):
+            raise InvalidReferenceError(f"schema: {target!r} points outside the schema")
+        try:
+            resolver.lookup(target)
+        except Unresolvable:
+            raise InvalidReferenceError(f"schema: {target!r} is not there") from None
+
+
+def _targets(schema: Any) -> list[str]:
+    """Every text under `$ref` or `$dynamicRef`, except in data (`const`, `enum`, `default`, `examples`)."""
+    found, todo = [], [schema]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, dict):
+            found += [here[key] for key in ("$ref", "$dynamicRef") if isinstance(here.get(key), str)]
+            todo += [value for key, value in here.items() if key not in ("const", "enum", "default", "examples")]
+        elif isinstance(here, list):
+            todo += here
+    return found
+
+
+def _breaks(document: Any, schema: Any) -> str:
+    """Where and how the document breaks the schema, empty if it does not."""
+    make = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        # The default registry would fetch what it does not know; an empty one knows only what is in the schema.
+        found = jsonschema.exceptions.best_match(make(schema, registry=Registry()).iter_errors(document))
+    except (Unresolvable, RecursionError, re.error) as error:  # documents are shallow: it is the schema that runs deep
+        raise InvalidReferenceError(f"schema: {type(error).__name__}: {error}"[:300]) from None
+    return "" if found is None else f"{found.json_path}: {found.message}"[:300]
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    """`value`, all text, with the types that `schema` asks for at each place. What cannot be read so stays text."""
+    if not isinstance(schema, dict):
+        return value
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if isinstance(value, list):
+        return [_typed(item, schema.get("items")) for item in value]
+    if "array" in types and not (isinstance(value, str) and "string" in types) and "object" not in types:
+        return [_typed(value, schema.get("items"))]
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
+        return {key: _typed(item, properties.get(key)) for key, item in value.items()}
+    for kind in types:
+        if kind == "string":
+            return value
+        if kind == "integer" and _INTEGER.fullmatch(value):
+            return int(value)
+        if kind == "number" and _NUMBER.fullmatch(value):
+            return int(value) if _INTEGER.fullmatch(value) else float(value)
+        if kind == "boolean" and value in ("true", "false"):
+            return value == "true"
+        if kind == "null" and value == "":
+            return None
+    return value

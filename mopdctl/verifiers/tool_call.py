@@ -2,32 +2,81 @@
 
 from typing import Any
 
+from mopdctl.verifiers import nemo_gym
+from mopdctl.verifiers.arguments import same_value, unusable
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome, ParseError
+from mopdctl.verifiers.matching import check_expected, compare_calls, read_match
 from mopdctl.verifiers.structured import parse_json
+from mopdctl.verifiers.tool_schemas import tool_schemas
+
+__all__ = ["parse_tool_calls", "read_turn", "same_value", "tool_call", "without_reasoning"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def tool_call(attempt: Attempt) -> Outcome:
-    """1 if the response makes exactly the calls of `reference["calls"]`, in order.
+    """1 if the response makes exactly the calls of `reference["calls"]` and says nothing else.
 
-    Arguments must have equal keys; numbers compare by value (`3` equals `3.0`, but not `true` and not `"3"`).
+    Arguments are compared as `arguments.same_arguments` says, with the schemas of `attempt.tools` where there are some;
+    a call of an unknown tool or with arguments that break its schema is wrong. More keys of the reference:
+
+    - `ordered` (default true): whether the calls have to come in their order. Calls that act on something rarely
+      commute, so that freedom is asked for.
+    - `match`: see `matching.Match`, without `content`.
+    - `compat`: `nemo-gym` or `nemo-gym-swe`: see `nemo_gym`; `match` then holds that comparator's own options, and the
+      order is free.
+
+    Reasoning is cut off (see `without_reasoning`). InvalidReferenceError also for wanted calls that the tools forbid.
     """
     reference = attempt.reference
     if not isinstance(reference, dict) or not isinstance(reference.get("calls"), list):
         raise InvalidReferenceError("reference has no list 'calls'")
-    want = reference["calls"]
+    known = ("calls", "ordered", "match", "compat")
+    if unknown := sorted(str(key) for key in reference.keys() - set(known)):
+        raise InvalidReferenceError(f"reference has an unknown key {unknown[0]!r}; there are {', '.join(known)}")
+    want, ordered, compat = reference["calls"], reference.get("ordered", True), reference.get("compat")
     if not want or not all(_is_call(call) for call in want):
         raise InvalidReferenceError('\'calls\' needs calls of exactly the keys "name" and "arguments"')
-    got = parse_tool_calls(attempt.response)
-    if len(got) != len(want):
-        return Outcome(0.0, f"{len(got)} calls instead of {len(want)}")
-    for mine, theirs in zip(got, want, strict=True):
-        if mine["name"] != theirs["name"]:
-            return Outcome(0.0, f"calls {mine['name']!r} instead of {theirs['name']!r}")
-        if not same_value(mine["arguments"], theirs["arguments"]):
-            return Outcome(0.0, f"arguments of {mine['name']!r} differ")
-    return Outcome(1.0, "")
+    if not isinstance(ordered, bool):
+        raise InvalidReferenceError("'ordered' has to be true or false")
+    if compat is not None:
+        compare = nemo_gym.comparator(compat, reference.get("match"), want)
+        return compare(parse_tool_calls(without_reasoning(attempt.response)))
+    match = read_match(reference.get("match"), content=False)
+    schemas = tool_schemas(attempt.tools)
+    check_expected(want, schemas, match)
+    got = parse_tool_calls(without_reasoning(attempt.response))
+    return compare_calls(got, want, schemas, match, ordered=ordered)
+
+
+def without_reasoning(response: str) -> str:
+    """What follows the model's own reasoning.
+
+    A response that opens with `<think>` is cut after its first `</think>`. Templates may open the block in the prompt;
+    so a `</think>` that no `<think>` opened ends the reasoning too, if no tool call comes before it. Raises ParseError
+    for reasoning that never ends.
+    """
+    opened = response.lstrip().startswith("<think>")
+    end = response.find("</think>")
+    if opened and end < 0:
+        raise ParseError("the reasoning never ends")
+    first_call = response.find(_OPEN)
+    if end < 0 or (not opened and 0 <= first_call < end):
+        return response
+    return response[end + len("</think>") :]
+
+
+def read_turn(response: str) -> tuple[str, list[dict[str, Any]]]:
+    """What an assistant's turn says (stripped) and the calls after it; either may be empty.
+
+    Raises ParseError for text after a call, or for a call that is malformed or cut off.
+    """
+    start = response.find(_OPEN)
+    if start < 0:
+        if _CLOSE in response:
+            raise ParseError(f"{_CLOSE} without {_OPEN}")
+        return response.strip(), []
+    return response[:start].strip(), parse_tool_calls(response[start:])
 
 
 def parse_tool_calls(response: str) -> list[dict[str, Any]]:
@@ -36,32 +85,29 @@ def parse_tool_calls(response: str) -> list[dict[str, Any]]:
     rest = response.strip()
     at = 0
     while at < len(rest):
-        end = rest.find(_CLOSE, at)
-        if not rest.startswith(_OPEN, at) or end < 0:
+        if not rest.startswith(_OPEN, at):
             raise ParseError("text outside <tool_call>...</tool_call>")
+        end = rest.find(_CLOSE, at)
+        if end < 0:
+            raise ParseError("a tool call never ends")
         calls.append(parse_json(rest[at + len(_OPEN) : end]))
         at = end + len(_CLOSE)
         while at < len(rest) and rest[at].isspace():
             at += 1
     if not calls:
         raise ParseError("no tool call")
-    if not all(_is_call(call) for call in calls):
-        raise ParseError('a call needs exactly the keys "name" and "arguments"')
+    for call in calls:
+        if not _is_call(call):
+            raise ParseError('a call needs exactly the keys "name" (a text) and "arguments" (an object)')
+        if problem := unusable(call["arguments"]):
+            raise ParseError(f"arguments of {call['name']!r}: {problem}")
     return calls
 
 
 def _is_call(call: Any) -> bool:
-    return isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["arguments"], dict)
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """JSON equality with numbers compared by value; a boolean equals only a boolean."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, int | float) and isinstance(b, int | float):
-        return a == b
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and bool(a == b)
+    return (
+        isinstance(call, dict)
+        and set(call) == {"name", "arguments"}
+        and isinstance(call["name"], str)
+        and isinstance(call["arguments"], dict)
+    )

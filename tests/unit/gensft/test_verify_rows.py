@@ -31,13 +31,13 @@ def calling(*calls: tuple[str, str], content: str = "") -> Answer:
 
 def test_the_verifier_sees_the_content_without_the_reasoning() -> None:
     found = verify_answer(seed("integer", {"answer": 42}), answer("42", reasoning_content="It may be 41."))
-    assert found == ("ok", 1.0, 1)
+    assert found == ("ok", 1.0, 2)
 
 
 def test_a_wrong_answer_has_the_reward_0_and_an_unreadable_one_has_none() -> None:
-    assert verify_answer(seed("integer", {"answer": 42}), answer("41")) == ("ok", 0.0, 1)
-    assert verify_answer(seed("integer", {"answer": 42}), answer("I do not know")) == ("parse_error", None, 1)
-    assert verify_answer(seed("integer", None), answer("42")) == ("invalid_reference", None, 1)
+    assert verify_answer(seed("integer", {"answer": 42}), answer("41")) == ("ok", 0.0, 2)
+    assert verify_answer(seed("integer", {"answer": 42}), answer("I do not know")) == ("parse_error", None, 2)
+    assert verify_answer(seed("integer", None), answer("42")) == ("invalid_reference", None, 2)
 
 
 def test_without_a_verifier_or_a_whole_answer_there_is_nothing_to_check() -> None:
@@ -47,20 +47,20 @@ def test_without_a_verifier_or_a_whole_answer_there_is_nothing_to_check() -> Non
 
 def test_structured_tool_calls_are_checked_as_written_ones_are() -> None:
     wanted = seed("tool_call", {"calls": [ADD]})
-    assert verify_answer(wanted, calling(("add", '{"b": "<b>", "a": 1}'))) == ("ok", 1.0, 1)
-    assert verify_answer(wanted, calling(("add", '{"a": 2, "b": "<b>"}'))) == ("ok", 0.0, 1)
-    assert verify_answer(wanted, answer(f"<tool_call>{json.dumps(ADD)}</tool_call>")) == ("ok", 1.0, 1)
+    assert verify_answer(wanted, calling(("add", '{"b": "<b>", "a": 1}'))) == ("ok", 1.0, 2)
+    assert verify_answer(wanted, calling(("add", '{"a": 2, "b": "<b>"}'))) == ("ok", 0.0, 2)
+    assert verify_answer(wanted, answer(f"<tool_call>{json.dumps(ADD)}</tool_call>")) == ("ok", 1.0, 2)
 
 
 def test_what_is_said_beside_structured_calls_is_no_part_of_them() -> None:
     found = verify_answer(
         seed("tool_call", {"calls": [ADD]}), calling(("add", json.dumps(ADD["arguments"])), content="Hm.")
     )
-    assert found == ("ok", 1.0, 1)
+    assert found == ("ok", 1.0, 2)
 
 
 def test_an_answer_without_the_calls_that_are_wanted_is_unreadable() -> None:
-    assert verify_answer(seed("tool_call", {"calls": [ADD]}), answer("It is 3.")) == ("parse_error", None, 1)
+    assert verify_answer(seed("tool_call", {"calls": [ADD]}), answer("It is 3.")) == ("parse_error", None, 2)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ CALLS = st.lists(
 def test_every_answer_passes_against_its_own_calls(calls: list[tuple[str, dict[str, Any]]]) -> None:
     reference = {"calls": [{"name": name, "arguments": arguments} for name, arguments in calls]}
     made = calling(*((name, json.dumps(arguments)) for name, arguments in calls))
-    assert verify_answer(seed("tool_call", reference), made) == ("ok", 1.0, 1)
+    assert verify_answer(seed("tool_call", reference), made) == ("ok", 1.0, 2)
 
 
 def test_an_unknown_verifier_is_found_before_anything_is_asked() -> None:

@@ -1,8 +1,11 @@
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mopdctl.verifiers import Verdict, VerdictState, verify
+from mopdctl.verifiers.exact import NORMALISATIONS, normalised
 
 
 def outcome(verdict: Verdict) -> tuple[str, float | None]:
@@ -104,4 +107,89 @@ def test_an_unknown_verifier_is_a_key_error() -> None:
 
 def test_a_verdict_says_who_gave_it() -> None:
     verdict = verify("exact_match", "a", {"answer": "a"})
-    assert verdict == Verdict(VerdictState.OK, 1.0, "exact_match", 1)
+    assert verdict == Verdict(VerdictState.OK, 1.0, "exact_match", 2)
+
+
+@pytest.mark.parametrize("name", ["exact_match", "integer"])
+def test_reasoning_before_the_answer_does_not_count(name: str) -> None:
+    assert outcome(verify(name, "<think>8?</think>\n7", {"answer": 7})) == RIGHT
+    assert outcome(verify(name, "<think>7</think>8", {"answer": 7})) == WRONG
+    assert outcome(verify(name, "<think>7", {"answer": 7})) == UNREADABLE
+
+
+@pytest.mark.parametrize(
+    ("steps", "response", "answer", "same"),
+    [
+        (["casefold"], "STRASSE", "stra\u00dfe", True),
+        (["casefold"], "a ", "a", False),
+        (["strip"], " a  b\n", "a  b", True),
+        (["strip"], "a  b", "a b", False),
+        (["whitespace"], "a\t\nb", "a b", True),
+        (["whitespace"], " a", "a", False),
+        (["nfkc"], "\uff11\u00b2", "12", True),
+        (["nfkc"], "\ufb01ne", "fine", True),
+        ([], "a ", "a", False),
+        (["punctuation"], "(Yes!)", "Yes", True),
+        (["punctuation"], "U.S.A.", "USA", True),
+        (["punctuation"], "-5", "5", False),
+        (["punctuation"], "3.5", "35", False),
+        (["punctuation"], "1,000", "1000", False),
+        (["punctuation"], "3.5.", "3.5", True),
+        (["punctuation"], "well-known", "wellknown", True),
+        (["articles"], "the cat", "cat", True),
+        (["articles"], "An apple a day", "apple day", True),
+        (["articles"], "theory", "ory", False),
+        (["strip", "articles", "punctuation", "casefold", "whitespace"], 'The  "New York".', "new york", True),
+    ],
+)
+def test_each_normalisation_does_what_it_says_and_no_more(
+    steps: list[str], response: str, answer: str, same: bool
+) -> None:
+    for one, other in ((response, answer), (answer, response)):
+        verdict = verify("exact_match", one, {"answer": other, "normalise": steps})
+        assert outcome(verdict) == (RIGHT if same else WRONG)
+
+
+@given(st.text(max_size=30), st.lists(st.sampled_from(NORMALISATIONS)), st.randoms(use_true_random=False))
+def test_an_answer_equals_itself_however_it_is_normalised_and_the_order_of_steps_is_free(
+    text: str, steps: list[str], random: Random
+) -> None:
+    if not normalised(text, steps).strip():
+        return
+    shuffled = steps * 2
+    random.shuffle(shuffled)
+    assert normalised(text, shuffled) == normalised(text, steps)
+    assert "think>" in text or outcome(verify("exact_match", text, {"answer": text, "normalise": steps})) == RIGHT
+
+
+def test_one_of_several_answers_is_enough() -> None:
+    reference = {"answers": ["NYC", "New York", 7]}
+    assert [verify("exact_match", text, reference).reward for text in ("NYC", "New  York", "7", "nyc")] == [1, 1, 1, 0]
+    assert verify("exact_match", "x", reference).detail == "expected one of ['NYC', 'New York', '7']"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        {"answers": []},
+        {"answers": "NYC"},
+        {"answers": [None]},
+        {"answers": [True]},
+        {"answer": True},
+        {"answer": "a", "answers": ["a"]},
+        {"answer": "a", "normalise": ["lower"]},
+        {"answer": "a", "normalise": "casefold"},
+        {"answer": "a", "normalise": [["casefold"]]},
+        {"answer": "?!", "normalise": ["punctuation"]},
+        {"answer": "the", "normalise": ["articles", "strip"]},
+    ],
+    ids=str,
+)
+def test_answers_and_normalisations_that_cannot_be_used_are_blamed(reference: object) -> None:
+    for response in ("a", "", "True", "?!"):
+        assert outcome(verify("exact_match", response, reference)) == UNUSABLE
+
+
+def test_an_unknown_normalisation_is_named_with_those_that_there_are() -> None:
+    detail = verify("exact_match", "a", {"answer": "a", "normalise": ["lower"]}).detail
+    assert detail == f"'normalise' has 'lower'; it lists any of {', '.join(NORMALISATIONS)}"

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopdctl.verifiers import VERIFIERS, VerdictState, verify
+from mopdctl.verifiers import VERIFIERS, Attempt, VerdictState, verify
+from mopdctl.verifiers.documents import LANGUAGES
+from mopdctl.verifiers.registry import run_check
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 DOCUMENTS = st.recursive(
@@ -102,6 +104,8 @@ def test_values_of_another_type_or_shape_are_wrong(response: str, value: Any) ->
         '```json\n{"a": 1}',
         '{"a": 1}\n```',
         "1" * 5000,
+        "1e999",
+        "<think>{}",
     ],
 )
 def test_anything_but_one_strict_document_is_unreadable(response: str) -> None:
@@ -113,6 +117,11 @@ def test_anything_but_one_strict_document_is_unreadable(response: str) -> None:
 def test_a_reference_without_a_value_is_blamed(reference: Any) -> None:
     verdict = verify("json_equal", "{}", reference)
     assert (verdict.state, verdict.reward) == (VerdictState.INVALID_REFERENCE, None)
+
+
+def test_reasoning_before_the_document_does_not_count() -> None:
+    assert reward('<think>{"a": 2}</think>\n```json\n{"a": 1}\n```', {"a": 1}) == 1.0
+    assert reward('<think>{"a": 1}</think>{"a": 2}', {"a": 1}) == 0.0
 
 
 def test_a_value_of_null_is_a_reference() -> None:
@@ -146,18 +155,21 @@ def test_what_a_degenerate_model_writes_is_read_in_linear_time(response: str) ->
         assert time.process_time() - began < 0.5, name  # a few milliseconds; a quadratic search takes seconds
 
 
+REFERENCES: dict[str, Any] = {
+    "exact_match": {"answer": "x"},
+    "integer": {"answer": 1},
+    "json_equal": {"value": {"a": 1}},
+    "constraints": {"constraints": [{"kind": "items", "separator": ",", "count": 2}]},
+    "tool_call": {"calls": [{"name": "a", "arguments": {}}]},
+    "abstention": {"answer": "x"},
+} | {f"structured {form}": {"format": form, "schema": {"type": "object"}} for form in LANGUAGES}
+
+
 @given(
-    st.text(max_size=60) | st.text('{}[]",:`1 \ntruefalsn<>_/tool_call', max_size=60),
-    st.sampled_from(sorted(VERIFIERS)),
+    st.text(max_size=60) | st.text('{}[]",:`1 \ntruefalsn<>_/tool_call!&*-', max_size=60),
+    st.sampled_from(sorted(REFERENCES)),
 )
 def test_no_response_makes_a_verifier_crash(response: str, name: str) -> None:
-    references: dict[str, Any] = {
-        "exact_match": {"answer": "x"},
-        "integer": {"answer": 1},
-        "json_equal": {"value": {"a": 1}},
-        "constraints": {"constraints": [{"kind": "items", "separator": ",", "count": 2}]},
-        "tool_call": {"calls": [{"name": "a", "arguments": {}}]},
-    }
-    verdict = verify(name, response, references[name])
-    assert verdict.state != VerdictState.INVALID_REFERENCE
+    verdict = run_check(VERIFIERS[name.split()[0]], Attempt(response, REFERENCES[name]))
+    assert verdict.state in (VerdictState.OK, VerdictState.PARSE_ERROR), verdict
     assert (verdict.reward in (0.0, 1.0)) == (verdict.state == VerdictState.OK)

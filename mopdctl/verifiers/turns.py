@@ -1,0 +1,102 @@
+"""An assistant's turn, as text or as a chat message: what it says and which tools it calls, sound calls or not."""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mopdctl.records import Message
+from mopdctl.verifiers.base import ParseError
+from mopdctl.verifiers.structured import parse_json
+from mopdctl.verifiers.tool_call import parse_tool_calls, without_reasoning
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call as it was written."""
+
+    name: str
+    """Empty where what was written is no call."""
+    arguments: Any
+    """A mapping in a sound call, else whatever was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an assistant."""
+
+    reasoning: str
+    """Without its tags."""
+    content: str
+    """The rest without the calls, trimmed."""
+    calls: tuple[WrittenCall, ...]
+
+    def message(self, first_call: int) -> Message:
+        """The turn as a chat message, whose calls have ids from `call_id(first_call)` on."""
+        found: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.calls:
+            found["tool_calls"] = [
+                {"id": call_id(n), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for n, c in enumerate(self.calls, start=first_call)
+            ]
+        return found
+
+
+def call_id(number: int) -> str:
+    """The id of call `number` of a conversation: nine letters and digits, as some chat templates demand."""
+    return f"call{number:05d}"
+
+
+def parse_turn(text: str) -> Turn:
+    """Takes a turn apart. What is in reasoning is no call; one whose JSON is broken or cut off is kept as text.
+
+    Where the reasoning ends is as in `tool_call.without_reasoning`; one that never ends is all there is.
+    """
+    try:
+        rest = without_reasoning(text)
+    except ParseError:
+        rest = ""
+    reasoning = text[: len(text) - len(rest)].strip().removeprefix("<think>").removesuffix("</think>").strip()
+    said, calls, at = [], [], 0
+    while (begin := rest.find(_OPEN, at)) >= 0:
+        said.append(rest[at:begin])
+        begin += len(_OPEN)
+        end = rest.find(_CLOSE, begin)
+        calls.append(_written(rest[begin:] if end < 0 else rest[begin:end]))
+        at = len(rest) if end < 0 else end + len(_CLOSE)
+    said.append(rest[at:])
+    return Turn(reasoning, "".join(said).strip(), tuple(calls))
+
+
+def turn_of(message: Message) -> Turn:
+    """The turn in an assistant's chat message, its calls in `tool_calls` or in the text."""
+    content = message.get("content")
+    turn = parse_turn(content if isinstance(content, str) else "")
+    listed = message.get("tool_calls")
+    if not isinstance(listed, list) or not listed:
+        return turn
+    return Turn(turn.reasoning, turn.content, tuple(map(_listed, listed)))
+
+
+def _listed(call: Any) -> WrittenCall:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        return WrittenCall("", json.dumps(call))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ParseError):
+            return WrittenCall(name, parse_json(arguments))
+    return WrittenCall(name, arguments)
+
+
+def _written(text: str) -> WrittenCall:
+    try:
+        (call,) = parse_tool_calls(f"{_OPEN}{text}{_CLOSE}")
+    except ParseError:
+        return WrittenCall("", text)
+    return WrittenCall(call["name"], call["arguments"])
