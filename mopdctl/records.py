@@ -55,7 +55,8 @@ class Sample:
     behavior_logprobs: "NDArray[np.float32]"
     """[N], natural log of the probability in the distribution that was sampled from."""
     finish_reason: str
-    """`stop` (an end token was sampled), `length` (the budget ran out) or `tool_lost` (a command's result was)."""
+    """`stop` (an end token was sampled), `length` (the budget of tokens ran out), `max_turns` (that of turns did) or
+    `tool_lost` (the result of a command was)."""
     attempt: int = 1
     """How many processes wrote at it before the one that finished it, itself included."""
     tokenizer_fingerprint: str = ""
@@ -69,6 +70,13 @@ class Sample:
     teacher_hidden: "NDArray[np.uint16] | None" = None
     """[N, H], bfloat16 bits."""
     reward: float | None = None
+    """In [0, 1] where the verdict is `ok`, else None."""
+    verdict: str | None = None
+    """How its verification ended: `ok` or a state that has no reward; None if nobody checked."""
+    verifier: str | None = None
+    """`name/version` of what checked it."""
+    verdict_label: str | None = None
+    """The verifier's class of the outcome, e.g. `abstained`; None where it knows none."""
     rewards: "NDArray[np.float32] | None" = None
 
     @property

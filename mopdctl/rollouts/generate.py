@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mopdctl.engines.base import Sampler, Step
+from mopdctl.engines.base import Sampler, SampleRequest, Step
 from mopdctl.errors import MopdctlError
 from mopdctl.records import Sample
 from mopdctl.rollouts.jobs import Job
@@ -19,17 +19,32 @@ from mopdctl.store.replay import LoggedSample, recover
 from mopdctl.store.wal import Call, Finish, Open, Record, Tokens, Tool, WalWriter
 
 TOOL_LOST = "tool_lost"
+MAX_TURNS = "max_turns"
 
 
 class Tools(Protocol):
     """Runs the commands that answers ask for."""
 
-    def request(self, response_ids: Sequence[int]) -> str | None:
-        """The command that an answer ends with; None if it ends without one, or has not come to an end."""
+    repeatable: bool
+    """Whether a command may run twice: it acts on nothing but what the answer's own later commands see."""
+
+    def max_turns(self, job: Job) -> int | None:
+        """How many turns an answer has before it ends even with a command; None for any number."""
         ...
 
-    def run(self, sample_id: str, number: int, request: str) -> tuple[str, tuple[int, ...]]:
-        """Runs command `number` of a sample; returns its result and the tokens that stand for it in the context."""
+    def request(self, job: Job, turn_ids: Sequence[int]) -> str | None:
+        """The command that a turn ends with, by the tokens that were sampled since the last result.
+
+        None if the turn ends without one, or has not come to an end.
+        """
+        ...
+
+    def run(self, job: Job, commands: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+        """Runs the last of `commands`, which are all of an answer so far.
+
+        Returns its result and the tokens that stand for it in the context. Tools without a state of their own run the
+        earlier ones again to find the one that they need.
+        """
         ...
 
 
@@ -43,10 +58,10 @@ class Draft:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: set[int] = field(default_factory=set)
-    calls: int = 0
-    """Commands whose result is in the response."""
-    answered: int = 0
-    """How long the response was after the last result, which may have no tokens."""
+    commands: list[str] = field(default_factory=list)
+    """Those whose result is in the response."""
+    results: list[tuple[int, int]] = field(default_factory=list)
+    """Where each result begins and ends in the response; it may have no tokens."""
     attempt: int = 1
     opened: bool = False
     """Whether this process has logged that it writes here."""
@@ -63,12 +78,37 @@ class Draft:
             sampled=logged.sampled.tolist(),
             logprobs=logged.logprobs.tolist(),
             policy_versions={v for v in (logged.policy_version_min, logged.policy_version_max) if v is not None},
-            calls=len(logged.tools),
-            answered=max((tool.position + len(tool.token_ids) for tool in logged.tools), default=0),
+            commands=[tool.request for tool in logged.tools],
+            results=[(tool.position, tool.position + len(tool.token_ids)) for tool in logged.tools],
             attempt=logged.attempt if logged.finish_reason else logged.attempt + 1,
             finish_reason=logged.finish_reason,
             lost_call=logged.pending_call is not None,
         )
+
+    @property
+    def turn(self) -> int:
+        """Number of the turn that is being written, or was written last."""
+        return len(self.results)
+
+    @property
+    def turn_start(self) -> int:
+        """Where that turn begins in the response."""
+        return self.results[-1][1] if self.results else 0
+
+    def writes(self, turn: int) -> bool:
+        """Whether the engine is still to write at this turn."""
+        return self.finish_reason is None and self.turn == turn
+
+    def wrote(self, turn: int) -> bool:
+        """Whether there was room for this turn, and the one before it did not end the answer."""
+        return turn == 0 or (turn <= self.turn and self.results[turn - 1][1] < self.job.max_new_tokens)
+
+    def decode_turn(self, turn: int) -> SampleRequest:
+        """The engine's part in a turn from its beginning, with what is there of it decoded again."""
+        start = self.results[turn - 1][1] if turn else 0
+        end = self.results[turn][0] if turn < self.turn else len(self.response)
+        before, own = tuple(self.response[:start]), tuple(self.response[start:end])
+        return self.job.forced(before, own, whole=not self.writes(turn))
 
 
 class RolloutLog:
@@ -158,58 +198,51 @@ def generate(
 
     Each engine step is one append to the log. A command of an answer is logged before it runs and again with its
     result; a logged result is used, never asked for again. Whether a command ran whose result is missing nobody knows:
-    its sample ends as `tool_lost` instead of running it a second time.
+    its sample ends as `tool_lost` instead of running it a second time, unless the tools are repeatable.
+
+    Answers with commands are written in turns. All that go on after a command are asked for together, in the order of
+    their jobs, once every answer has come to an end or to its command.
 
     `redecode` has the engine decode logged tokens again, those of finished answers beside them, instead of reading them
-    in one pass: dearer, and every number after them is that of an undisturbed run, to the bit. Not for use with tools.
+    in one pass: dearer, and every number after them is that of an undisturbed run, to the bit. A turn of which nothing
+    is missing is not decoded again.
     """
 
     def sample(draft: Draft) -> Sample:
         return _sample(draft, policy_version, tokenizer_fingerprint, sampling_fingerprint)
 
-    assert not (redecode and tools), "a tool's tokens were not decoded"
-    waiting = []
     drafts = [log.draft(job) for job in jobs]
     for draft in drafts:
-        if draft.lost_call and not draft.finish_reason:
-            draft.finish_reason = TOOL_LOST
-            log.append([Finish(draft.slot, TOOL_LOST)], [draft])
-        command = _command(draft, tools)
-        if command is not None and tools:  # the process died between the call and its record
-            _run_tool(draft, command, tools, log)
+        _settle(draft, tools, log)
         if draft.finish_reason:
             yield sample(draft)
+    while waiting := [draft for draft in drafts if draft.finish_reason is None]:
+        turn = min(draft.turn for draft in waiting)
+        if redecode:
+            asked = [draft for draft in drafts if draft.wrote(turn)]
+            running = [draft.writes(turn) for draft in asked]
+            requests = [draft.decode_turn(turn) for draft in asked]
         else:
-            waiting.append(draft)
-    while waiting:
-        again, ended = [], 0
-        asked = drafts if redecode else waiting
-        requests = [
-            d.job.forced(tuple(d.response), finished=d.finish_reason is not None)
-            if redecode
-            else d.job.request(tuple(d.response))
-            for d in asked
-        ]
+            asked, running = waiting, [True] * len(waiting)
+            requests = [draft.job.request(tuple(draft.response)) for draft in asked]
+        missing = due = sum(running)
         for step in sampler.stream(requests, temperature=temperature):
-            done = _log_step(step, asked, log, policy_version, tools)
-            ended += len(done)
-            for draft in done:
-                command = _command(draft, tools)
-                if command is not None and tools:
-                    _run_tool(draft, command, tools, log)
-                if draft.finish_reason:
-                    yield sample(draft)
-                else:
-                    again.append(draft)
-        if ended != len(waiting):
-            raise MopdctlError(f"the engine stopped after {ended} of {len(waiting)} answers; what is logged is safe")
-        waiting = again
+            ended = [i for i in step.finished if running[i]]
+            _log_step(step, asked, ended, log, policy_version, tools)
+            missing -= len(ended)
+            for i in ended:
+                running[i] = False
+                _settle(asked[i], tools, log)
+                if asked[i].finish_reason:
+                    yield sample(asked[i])
+        if missing:
+            raise MopdctlError(f"the engine stopped after {due - missing} of {due} answers; what is logged is safe")
 
 
 def _log_step(
-    step: Step, drafts: Sequence[Draft], log: RolloutLog, policy_version: int, tools: Tools | None
-) -> list[Draft]:
-    """Logs one engine step and adds it to its drafts; returns those that it ended."""
+    step: Step, drafts: Sequence[Draft], ended: Sequence[int], log: RolloutLog, policy_version: int, tools: Tools | None
+) -> None:
+    """Logs one engine step and adds it to its drafts; those that it `ended` without a command are finished."""
     running = [drafts[i] for i in step.requests]
     positions = np.fromiter((len(d.response) for d in running), np.uint32, len(running))
     slots = np.fromiter((d.slot for d in running), np.uint32, len(running))
@@ -221,42 +254,53 @@ def _log_step(
     records: list[Record] = []
     if running:
         records.append(Tokens(policy_version, slots, positions, step.token_ids, step.logprobs))
-    ended = {i: reason for i, reason in step.finished.items() if drafts[i].finish_reason is None}
-    done = [drafts[i] for i in ended]
-    for i, reason in ended.items():
+    for i in ended:
         draft = drafts[i]
-        if _command(draft, tools) is None:
-            draft.finish_reason = "length" if _cut_command(draft, tools) else reason
+        draft.finish_reason = _finish_reason(draft, step.finished[i], tools)
+        if draft.finish_reason:
             records.append(Finish(draft.slot, draft.finish_reason))
     if records:
-        log.append(records, list({d.slot: d for d in (*running, *done)}.values()))
-    return done
+        log.append(records, list({d.slot: d for d in (*running, *(drafts[i] for i in ended))}.values()))
 
 
 def _command(draft: Draft, tools: Tools | None) -> str | None:
-    """The command that an unfinished answer ends with, as long as there is room for its result."""
-    if tools is None or draft.finish_reason or not draft.answered < len(draft.response) < draft.job.max_new_tokens:
-        return None
-    return tools.request(draft.response)
+    """The command that an unfinished answer ends with."""
+    turn_ids = draft.response[draft.turn_start :]
+    return tools.request(draft.job, turn_ids) if tools and turn_ids and not draft.finish_reason else None
 
 
-def _cut_command(draft: Draft, tools: Tools | None) -> bool:
-    """Whether an answer ends with a command that its budget leaves no room to answer."""
-    full = len(draft.response) >= draft.job.max_new_tokens
-    return tools is not None and full and tools.request(draft.response) is not None
+def _finish_reason(draft: Draft, reason: str, tools: Tools | None) -> str | None:
+    """Why an answer is over that the engine ended for `reason`; None if it ends with a command that is to be run."""
+    if tools is None or _command(draft, tools) is None:
+        return reason
+    if len(draft.response) >= draft.job.max_new_tokens:
+        return "length"
+    most = tools.max_turns(draft.job)
+    return MAX_TURNS if most is not None and draft.turn + 1 >= most else None
+
+
+def _settle(draft: Draft, tools: Tools | None, log: RolloutLog) -> None:
+    """Runs the command that an unfinished answer ends with, if it may run."""
+    if draft.lost_call and not draft.finish_reason and not (tools and tools.repeatable):
+        draft.finish_reason = TOOL_LOST
+        log.append([Finish(draft.slot, TOOL_LOST)], [draft])
+    command = _command(draft, tools)
+    if command is not None and tools:
+        _run_tool(draft, command, tools, log)
+        draft.lost_call = False
 
 
 def _run_tool(draft: Draft, command: str, tools: Tools, log: RolloutLog) -> None:
     """Runs a command and appends its result to the answer, which ends if that spends its budget."""
-    position = len(draft.response)
-    log.append([Call(draft.slot, draft.calls, position, command)], [draft])
-    result, token_ids = tools.run(draft.job.sample_id, draft.calls, command)
+    number, position = draft.turn, len(draft.response)
+    log.append([Call(draft.slot, number, position, command)], [draft])
+    result, token_ids = tools.run(draft.job, [*draft.commands, command])
     kept = token_ids[: draft.job.max_new_tokens - position]
-    records: list[Record] = [Tool(draft.slot, draft.calls, position, command, result, np.array(kept, np.int32))]
+    records: list[Record] = [Tool(draft.slot, number, position, command, result, np.array(kept, np.int32))]
     draft.response += kept
     draft.sampled += [False] * len(kept)
-    draft.calls += 1
-    draft.answered = len(draft.response)
+    draft.commands.append(command)
+    draft.results.append((position, len(draft.response)))
     if len(draft.response) >= draft.job.max_new_tokens:
         draft.finish_reason = "length"
         records.append(Finish(draft.slot, "length"))

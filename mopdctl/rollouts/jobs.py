@@ -28,10 +28,13 @@ class Job:
         """The job for an engine, after what is there already."""
         return SampleRequest(self.sample_id, self.prompt_ids, self.max_new_tokens, self.seed, response_ids)
 
-    def forced(self, response_ids: tuple[int, ...], *, finished: bool) -> SampleRequest:
-        """The job for an engine that is to decode what is there again; nothing follows if that is all of the answer."""
-        budget = len(response_ids) if finished else self.max_new_tokens
-        return SampleRequest(self.sample_id, self.prompt_ids, budget, self.seed, forced_ids=response_ids)
+    def forced(self, read_ids: tuple[int, ...], decoded_ids: tuple[int, ...], *, whole: bool) -> SampleRequest:
+        """The job for an engine that is to read `read_ids` and to decode `decoded_ids` again.
+
+        Nothing follows if they are all that belongs there (`whole`).
+        """
+        budget = len(read_ids) + len(decoded_ids) if whole else self.max_new_tokens
+        return SampleRequest(self.sample_id, self.prompt_ids, budget, self.seed, read_ids, decoded_ids)
 
 
 def make_job(

@@ -1,7 +1,9 @@
 """Prompts from a file of rows."""
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt
@@ -30,7 +32,7 @@ def read_prompts(path: Path, routing_keys: tuple[str, ...], *, required: bool = 
                 routing={key: row[key] for key in routing_keys if row.get(key) is not None},
                 reference=row.get("reference"),
                 verifier=row.get("verifier"),
-                environment=row.get("environment"),
+                environment=_object(row, "environment", place),
                 place=place,
             )
         )
@@ -39,3 +41,16 @@ def read_prompts(path: Path, routing_keys: tuple[str, ...], *, required: bool = 
         places = [p.place for p in prompts if p.prompt_id == prompt_id]
         raise InputError(f"{places[1]}: id {prompt_id!r} stands on {count} rows, first at {places[0]}; make ids unique")
     return prompts
+
+
+def _object(row: dict[str, Any], field: str, place: str) -> dict[str, Any] | None:
+    """A field that holds an object, or its JSON text where a table has no column of one shape for it."""
+    value = row.get(field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InputError(f"{place}: {field!r} is not JSON ({error})") from None
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"{place}: {field!r} is a {type(value).__name__}, not an object")
+    return value

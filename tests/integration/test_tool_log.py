@@ -65,10 +65,16 @@ def watched_append(self, records):
             tell("result", names[record.slot], record.number, record.position, record.result, record.token_ids.tolist())
 
 class Counting:
-    def request(self, response_ids):
-        return f"count {len(response_ids)}" if response_ids[-1] == fake.CALL else None
+    repeatable = False
 
-    def run(self, sample_id, number, request):
+    def max_turns(self, job):
+        return None
+
+    def request(self, job, turn_ids):
+        return f"count {len(turn_ids)}" if turn_ids[-1] == fake.CALL else None
+
+    def run(self, job, commands):
+        sample_id, number, request = job.sample_id, len(commands) - 1, commands[-1]
         may_die(1)
         with (folder.parent / "runs.txt").open("a") as file:
             file.write(f"{sample_id} {number}\n")
@@ -186,7 +192,8 @@ def check(sample: Sample, story: Story, ran: Counter[tuple[str, int]]) -> None:
         mask[position:end] = [False] * len(token_ids)
         assert ran[sample.sample_id, number] == 1
         told = json.loads(result)
-        assert (told["command"], told["of_this"]) == (f"count {position}", 1)
+        begun = own[number - 1][0] + len(own[number - 1][2]) if number else 0
+        assert (told["command"], told["of_this"]) == (f"count {position - begun}", 1)
         whole = [10 + int(digit) for digit in str(told["runs"])]
         assert token_ids == whole[: BUDGET - position]
     asked = [place + 1 for place, token in enumerate(response) if token == CALL]

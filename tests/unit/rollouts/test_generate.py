@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 
-from mopdctl.engines.base import Sampler, SampleRequest, Step
+from mopdctl.engines.base import Sampler, SampleRequest, Step, uniforms
 from mopdctl.engines.fake import CALL, END, FakeModel
 from mopdctl.errors import MopdctlError
 from mopdctl.records import Prompt, Sample
@@ -18,7 +19,7 @@ from mopdctl.rollouts.run import RolloutSpec, load_engine
 from mopdctl.runs import Workspace
 from mopdctl.store import disk
 from mopdctl.store.replay import replay
-from mopdctl.store.wal import Tokens, WalWriter
+from mopdctl.store.wal import SegmentName, Tokens, WalWriter, read_frames
 
 MODEL = FakeModel(mean_length=12, sigma=0.8, vocab_size=50, batch_size=4)
 CALLING = replace(MODEL, calls=0.15)
@@ -95,12 +96,18 @@ class Echo:
 
     ran: list[tuple[str, int, str]] = field(default_factory=list)
     width: int = 1
+    repeatable: bool = False
+    most: int | None = None
 
-    def request(self, response_ids: Sequence[int]) -> str | None:
-        return f"after {len(response_ids)}" if response_ids[-1] == CALL else None
+    def max_turns(self, job: Job) -> int | None:
+        return self.most
 
-    def run(self, sample_id: str, number: int, request: str) -> tuple[str, tuple[int, ...]]:
-        self.ran.append((sample_id, number, request))
+    def request(self, job: Job, turn_ids: Sequence[int]) -> str | None:
+        return f"after {len(turn_ids)}" if turn_ids[-1] == CALL else None
+
+    def run(self, job: Job, commands: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+        number = len(commands) - 1
+        self.ran.append((job.sample_id, number, commands[-1]))
         return f"result {number}", (40 + number,) * self.width * (number + 1)
 
 
@@ -198,6 +205,9 @@ def test_a_sample_says_all_that_is_known_of_it(tmp_path: Path) -> None:
         "teacher_hidden": None,
         "reward": None,
         "rewards": None,
+        "verifier": None,
+        "verdict": None,
+        "verdict_label": None,
     }
     found = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     assert {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()} == expected
@@ -406,10 +416,12 @@ def test_a_command_runs_once_and_its_result_carries_no_loss(tmp_path: Path) -> N
         written = iter(sample.response_ids[~sample.response_mask].tolist())
         tools = logged[sample_id].tools
         assert [(sample_id, tool.number, tool.request) for tool in tools] == [c for c in echo.ran if c[0] == sample_id]
+        begun = 0
         for number, tool in enumerate(tools):
             assert (tool.number, tool.result) == (number, f"result {number}")
             assert sample.response_ids[tool.position - 1] == CALL
-            assert tool.request == f"after {tool.position}"
+            assert tool.request == f"after {tool.position - begun}"
+            begun = tool.position + len(tool.token_ids)
             ids = [next(written) for _ in tool.token_ids]
             assert ids == tool.token_ids.tolist() == [40 + number] * len(ids)
             assert len(ids) == number + 1 or len(sample.response_ids) == 40
@@ -434,7 +446,7 @@ def test_a_result_without_tokens_is_not_asked_for_again(tmp_path: Path, budget: 
     echo = Echo(width=0)
     for _ in range(8):
         samples = life(tmp_path, [job], Dying(script, 1), tools=echo)
-    assert echo.ran == [(job.sample_id, 0, "after 2"), (job.sample_id, 1, "after 4")]
+    assert echo.ran == [(job.sample_id, 0, "after 2"), (job.sample_id, 1, "after 2")]
     assert samples[0].response_ids.tolist() == [20, CALL, 21, CALL, END]
 
 
@@ -462,9 +474,9 @@ class Deadly(Echo):
 
     after: bool = False
 
-    def run(self, sample_id: str, number: int, request: str) -> tuple[str, tuple[int, ...]]:
+    def run(self, job: Job, commands: Sequence[str]) -> tuple[str, tuple[int, ...]]:
         if self.after:
-            super().run(sample_id, number, request)
+            super().run(job, commands)
         raise DiedError
 
 
@@ -512,6 +524,192 @@ def test_a_command_that_was_asked_for_and_not_begun_runs_after_the_death(
     (sample,) = life(tmp_path, [job], script, tools=echo)
     assert echo.ran == [(job.sample_id, 0, "after 2")]
     assert (sample.response_ids.tolist(), sample.finish_reason) == ([20, CALL, 40, END], "stop")
+
+
+def test_a_repeatable_command_whose_result_is_lost_runs_again(tmp_path: Path) -> None:
+    (job,) = make_jobs(1)
+    script = Script({job.sample_id: [(20, -1.0), (CALL, -2.0), (-1, 0), (CALL, -1.5), (-1, 0), (-1, 0), (END, -3.0)]})
+    straight = life(tmp_path / "straight", [job], script, tools=Echo(repeatable=True))
+    assert life(tmp_path / "cut", [job], script, tools=Deadly(repeatable=True)) == []
+    assert life(tmp_path / "cut", [job], script, tools=Deadly(repeatable=True, after=True)) == []
+    echo = Echo(repeatable=True)
+    again = life(tmp_path / "cut", [job], script, tools=echo)
+    assert contents(again) == contents(straight)
+    assert echo.ran == [(job.sample_id, 0, "after 2"), (job.sample_id, 1, "after 1")]
+    assert contents(life(tmp_path / "cut", [job], Unasked(), tools=Deadly())) == contents(straight)
+
+
+@pytest.mark.parametrize(("most", "ran"), [(1, 0), (2, 1), (3, 2), (4, 2), (None, 2)])
+def test_an_answer_ends_with_the_command_of_its_last_turn(tmp_path: Path, most: int | None, ran: int) -> None:
+    (job,) = make_jobs(1)
+    written = [(20, -1.0), (CALL, -2.0), (-1, 0), (CALL, -1.5), (-1, 0), (-1, 0), (END, -3.0)]
+    echo = Echo(most=most)
+    samples: list[Sample] = []
+    while not samples:
+        samples = life(tmp_path, [job], Dying(Script({job.sample_id: written}), 1), tools=echo)
+    whole = [20, CALL, 40, CALL, 41, 41, END]
+    (sample,) = samples
+    assert len(echo.ran) == ran
+    if most in (1, 2):
+        assert (sample.finish_reason, sample.response_ids.tolist()) == ("max_turns", whole[: 2 * most])
+    else:
+        assert (sample.finish_reason, sample.response_ids.tolist()) == ("stop", whole)
+    assert contents(life(tmp_path, [job], Unasked(), tools=Echo(most=most))) == contents(samples)
+
+
+# ------------------------------------------------------------------------------------------------------ decoding again
+
+
+@dataclass(frozen=True)
+class Fussy:
+    """A sampler whose log-probabilities hang on all that runs beside a sample, as those of models do by rounding."""
+
+    batch_size: int = 3
+
+    def stream(self, requests: Sequence[SampleRequest], *, temperature: float) -> Iterator[Step]:
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].response_ids), i))
+        for start in range(0, len(order), self.batch_size):
+            yield from self._batch(order[start : start + self.batch_size], requests)
+
+    def _batch(self, chosen: list[int], requests: Sequence[SampleRequest]) -> Iterator[Step]:
+        rows = {i: [*requests[i].prompt_ids, *requests[i].response_ids] for i in chosen}
+        alive, number = list(chosen), 0
+        while alive:
+            noise = crc32(repr([(rows[i], i in alive) for i in chosen]).encode()) / 2**32
+            free, tokens, logprobs, finished = [], [], [], {}
+            for i in alive:
+                request, place = requests[i], len(requests[i].response_ids) + number
+                chance = uniforms(request.seed, request.max_new_tokens)[place]
+                token = END if chance < 0.08 else CALL if chance < 0.25 else int(10 + 30 * chance)
+                if number < len(request.forced_ids):
+                    token = request.forced_ids[number]
+                else:
+                    free.append(i)
+                    tokens.append(token)
+                    logprobs.append(-noise - chance)
+                rows[i].append(token)
+                if token in (END, CALL) or place + 1 == request.max_new_tokens:
+                    finished[i] = "stop" if token in (END, CALL) else "length"
+            alive = [i for i in alive if i not in finished]
+            number += 1
+            yield Step(np.array(free, np.int64), np.array(tokens, np.int32), np.array(logprobs, np.float32), finished)
+
+
+def decoded(folder: Path, jobs: Sequence[Job], sampler: Sampler, tools: Tools | None) -> list[Sample]:
+    with RolloutLog(folder, writer="w", level="process") as log:
+        return list(
+            generate(
+                jobs,
+                sampler,
+                log,
+                temperature=1.0,
+                policy_version=0,
+                tokenizer_fingerprint="tok",
+                sampling_fingerprint="smp",
+                tools=tools,
+                redecode=True,
+            )
+        )
+
+
+def cut_everywhere(folder: Path, other: Path) -> Iterator[tuple[int, Path]]:
+    """Copies of a log of one segment that end after each of its frames, as a process leaves it that dies there."""
+    (segment,) = folder.glob("*.wal")
+    data, name = segment.read_bytes(), SegmentName.parse(segment.name)
+    assert name is not None
+    for number, (offset, _) in enumerate(read_frames(data, name)):
+        (other / str(number)).mkdir(parents=True)
+        (other / str(number) / segment.name).write_bytes(data[:offset])
+        yield number, other / str(number)
+
+
+@pytest.mark.parametrize(("sampler", "seed"), [(Fussy(), 0), (Fussy(), 1), (Fussy(2), 2), (CALLING, 0)])
+@pytest.mark.parametrize("most", [None, 3])
+def test_a_run_that_decodes_again_repeats_every_number_wherever_it_died(
+    tmp_path: Path, sampler: Sampler, seed: int, most: int | None
+) -> None:
+    jobs = make_jobs(7, budget=25, seed=seed)
+    tools = Echo(repeatable=True, most=most)
+    straight = decoded(tmp_path / "straight", jobs, sampler, tools)
+    assert max(sum(np.diff(sample.response_mask.astype(int)) == 1) for sample in straight) >= 2  # turns after the first
+    cuts = 0
+    for number, folder in cut_everywhere(tmp_path / "straight", tmp_path):
+        assert contents(decoded(folder, jobs, sampler, tools)) == contents(straight), number
+        cuts += 1
+    assert cuts > 30
+
+
+def test_a_run_that_dies_again_and_again_repeats_every_number_too(tmp_path: Path) -> None:
+    jobs, tools = make_jobs(7, budget=25), Echo(repeatable=True)
+    straight = decoded(tmp_path / "straight", jobs, Fussy(), tools)
+    done: list[Sample] = []
+    lives = 0
+    while len(done) < len(jobs):
+        lives += 1
+        try:
+            done = decoded(tmp_path / "cut", jobs, Dying(Fussy(), 9 + lives), tools)
+        except DiedError:
+            continue
+    assert lives > 2
+    assert contents(done) == contents(straight)
+
+
+def test_a_turn_of_which_nothing_is_missing_is_not_decoded_again(tmp_path: Path) -> None:
+    jobs = make_jobs(2)
+    written = {
+        jobs[0].sample_id: [(20, -1.0), (CALL, -2.0), (-1, 0), (22, -1.0), (END, -3.0)],
+        jobs[1].sample_id: [(21, -1.0), (CALL, -2.0), (-1, 0), (END, -3.0)],
+    }
+    asked: list[SampleRequest] = []
+
+    class Watched:
+        def stream(self, requests: Sequence[SampleRequest], *, temperature: float) -> Iterator[Step]:
+            asked.extend(requests)
+            return Dying(Script(written), 1).stream(requests, temperature=temperature)
+
+    with pytest.raises(DiedError):
+        decoded(tmp_path, jobs, Dying(Script(written), 5), Echo(repeatable=True))
+    with pytest.raises(DiedError):
+        decoded(tmp_path, jobs, Watched(), Echo(repeatable=True))
+    first, second = asked
+    assert (first.response_ids, first.forced_ids, first.max_new_tokens) == ((20, CALL, 40), (22,), 40)
+    assert (second.response_ids, second.forced_ids) == ((21, CALL, 40), ())
+
+
+def test_later_rounds_keep_the_order_of_the_jobs_whoever_ended_first(tmp_path: Path) -> None:
+    jobs = make_jobs(3)
+    orders: list[list[str]] = []
+
+    class Backwards:
+        def stream(self, requests: Sequence[SampleRequest], *, temperature: float) -> Iterator[Step]:
+            orders.append([request.sample_id for request in requests])
+            for i in reversed(range(len(requests))):
+                token = END if requests[i].response_ids else CALL
+                yield Step(np.array([i]), np.array([token], np.int32), np.array([-1.0], np.float32), {i: "stop"})
+
+    life(tmp_path, jobs, Backwards(), tools=Echo())
+    assert orders == [[job.sample_id for job in jobs]] * 2
+
+
+@pytest.mark.parametrize("cut_step", [pytest.param(1, marks=pytest.mark.slow), 7])
+def test_a_transformers_model_repeats_every_number_of_its_conversations(
+    tmp_path: Path, make_llama: Any, tokenizer: Any, cut_step: int
+) -> None:
+    from mopdctl.engines.hf import HFModel
+
+    class Asking(Echo):
+        def request(self, job: Job, turn_ids: Sequence[int]) -> str | None:
+            return "more" if turn_ids[-1] in range(5, 30) else None
+
+    model = HFModel(make_llama(), tokenizer, batch_size=3)
+    model.eos_ids = frozenset(range(30))  # a random model rarely writes one certain token
+    jobs, tools = make_jobs(5, budget=40), Asking(repeatable=True, most=4)
+    straight = decoded(tmp_path / "straight", jobs, model, tools)
+    assert len({sample.finish_reason for sample in straight}) > 1
+    assert sum(not sample.response_mask.all() for sample in straight) > 2
+    for number, folder in cut_everywhere(tmp_path / "straight", tmp_path):
+        if number % cut_step == 0:
+            assert contents(decoded(folder, jobs, model, tools)) == contents(straight), number
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
