@@ -55,6 +55,10 @@ class Workspace:
         """A data set that `gen-sft` wrote: `data/`, `README.md`, `manifest.json`, `quarantine/`."""
         return self.root / "datasets" / check_name(name)
 
+    def pivots(self, name: str) -> Path:
+        """Candidates of expert trajectories, their profiles, and what was selected of them."""
+        return self.root / "pivots" / check_name(name)
+
     def run(self, name: str) -> Path:
         """The resolved configuration, `metrics.jsonl` and resumable state of one training run."""
         return self.root / "runs" / check_name(name)

@@ -14,6 +14,7 @@ from typing import Any
 from mopdctl.config.base import Strict
 from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
+from mopdctl.config.rl import RlConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.errors import CheckFailedError, InputError, MopdctlError
@@ -23,6 +24,7 @@ from mopdctl.store.schema import document as store_layout
 MODELS: dict[str, type[Strict]] = {
     "committee": CommitteeFile,
     "gen": GenConfig,
+    "rl": RlConfig,
     "sft": SftConfig,
     "teachers": TeachersFile,
 }

@@ -86,6 +86,6 @@ def test_command_exits_3_with_one_line_when_stale(tmp_path: Path, capsys: pytest
 
 def test_the_layout_of_the_store_is_written_down() -> None:
     layout = json.loads((schemas.checkout_folder() / "store.json").read_text())
-    assert layout["schema"] == "mopdctl.store/1"
+    assert layout["schema"] == "mopdctl.store/2"
     assert [column["name"] for column in layout["payload"]][:3] == ["sample_id", "tokens", "loss_mask"]
     assert all(column["doc"] for table in ("meta", "payload") for column in layout[table])

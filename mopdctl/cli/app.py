@@ -5,7 +5,7 @@ import sys
 import typer
 
 from mopdctl import __version__
-from mopdctl.cli import distill, doctor, evaluate, gensft, merge, quickstart, recovery, rollout, sft, store
+from mopdctl.cli import distill, doctor, evaluate, gensft, merge, pivots, quickstart, recovery, rl, rollout, sft, store
 from mopdctl.cli.output import note
 from mopdctl.errors import MopdctlError
 
@@ -41,7 +41,9 @@ app.command("eval")(evaluate.evaluate)
 app.command("merge")(merge.merge)
 app.command("gen-sft")(gensft.gen_sft)
 app.command("sft")(sft.sft)
+app.command("rl")(rl.rl)
 app.command("rollout")(rollout.rollout)
+app.add_typer(pivots.app, name="pivots")
 app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
 

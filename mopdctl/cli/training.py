@@ -27,8 +27,11 @@ def summary(metrics: dict[str, Any]) -> str:
     kl = metrics.get("distill/kl_exact_nats") or metrics.get("distill/kl_k3_nats")
     if kl:
         parts.append("kl " + " ".join(f"{alias}={value:.3f}" for alias, value in kl.items()))
-        kept = metrics["distill/kept_fraction"]
+        kept = metrics["policy/kept_fraction"]
         parts.append(f"kept {min(kept.values()):.3f}")
+    if "rl/reward" in metrics:
+        shown = {name: "-" if v is None else f"{v:.2f}" for name, v in metrics["rl/reward"].items()}
+        parts.append("reward " + " ".join(f"{name}={v}" for name, v in shown.items()))
     if "held_out/recovery_pct" in metrics:
         shown = {a: "-" if v is None else f"{v:.0f}%" for a, v in metrics["held_out/recovery_pct"].items()}
         parts.append("recovery " + " ".join(f"{a}={v}" for a, v in shown.items()))

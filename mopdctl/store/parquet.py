@@ -76,15 +76,31 @@ def check_footer(footer: Any, columns: Sequence[Column], sizes: Sequence[int], *
 
 
 def read_table(
-    source: Any, *, columns: Sequence[str] | None = None, schema: pa.Schema, encoded: Sequence[str] = ()
+    source: Any,
+    *,
+    columns: Sequence[str] | None = None,
+    schema: pa.Schema,
+    encoded: Sequence[str] = (),
+    later: Sequence[str] = (),
 ) -> pa.Table:
     """Some columns of a whole file, page checksums verified; those in `encoded` stay dictionaries.
 
-    Raises MopdctlError if it is not of `schema`.
+    Columns in `later` are null if the file has none of them. Raises MopdctlError if it is not of `schema`.
     """
-    with pq.ParquetFile(source, page_checksum_verification=True, read_dictionary=list(encoded)) as file:
-        _check_schema(file, encoded_schema(schema, encoded), source)
-        return file.read(columns=list(columns) if columns is not None else None, use_threads=True)
+    names = list(columns) if columns is not None else schema.names
+    wanted = encoded_schema(schema, encoded)
+    footer = pq.read_metadata(source)
+    absent = set() if set(later) & set(footer.schema.to_arrow_schema().names) else set(later)
+    with pq.ParquetFile(
+        source,
+        metadata=footer,
+        page_checksum_verification=True,
+        read_dictionary=[name for name in encoded if name not in absent],
+    ) as file:
+        _check_schema(file, pa.schema(field for field in wanted if field.name not in absent), source)
+        table = file.read(columns=[name for name in names if name not in absent], use_threads=True)
+    found = [pa.nulls(footer.num_rows, wanted.field(n).type) if n in absent else table[n] for n in names]
+    return pa.Table.from_arrays(found, schema=pa.schema([wanted.field(n) for n in names]))
 
 
 def encoded_schema(schema: pa.Schema, encoded: Sequence[str]) -> pa.Schema:

@@ -1,5 +1,6 @@
 """Salvaging what is whole in a damaged store, and saying what is lost. Nothing is deleted: it moves to `lost/`."""
 
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -42,6 +43,14 @@ class _Story:
     damaged: list[Path] = field(default_factory=list)
     """Files that have to go."""
 
+    def give_up(self, folder: Path, path: str, what: str) -> None:
+        """Says that a file which no sound manifest names is of no use."""
+        self.lost.append(f"{path}: {what}; samples of a damaged manifest may be lost")
+        self.damaged.append(folder / path)
+
+
+_NO_HALF = "its other half is missing"
+
 
 def repair(folder: Path) -> Repaired:
     """Makes a store whole again out of what is whole in it.
@@ -65,11 +74,19 @@ def repair(folder: Path) -> Repaired:
         newer_is_bad = any(number > base.number for number in bad)
         if newer_is_bad:
             ids = {row["sample_id"] for shard in shards for row in read_meta(folder, shard.meta.path)}
-            made = {Path(shard.meta.path).name for shard in shards}
-            for name in sorted({Path(path).name for path in unnamed(folder)} - made):
-                if found := _take_back(folder, name, ids, staging, story):
+            made = {path for shard in shards for path in (shard.meta.path, shard.payload.path)}
+            left = sorted(set(unnamed(folder)) - made)
+            pointed = set[str]()
+            for path in sorted(
+                (path for path in left if path.startswith("meta/")),
+                key=lambda path: -(folder / path).stat().st_mtime_ns,  # of two for one payload, that with newer scores
+            ):
+                if found := _take_back(folder, path, pointed, ids, staging, story):
                     shards.append(found)
                     ids |= {row["sample_id"] for row in read_meta(folder, found.meta.path)}
+            for path in left:
+                if path.startswith("payload/") and path not in pointed:
+                    story.give_up(folder, path, _NO_HALF)
         manifest = base
         if newer_is_bad or shards != list(base.shards):
             manifest = Manifest(max(known) + 1, digest, base.identity, tuple(shards))
@@ -128,23 +145,29 @@ def _rescue(folder: Path, path: str, meta: list[dict[str, Any]], staging: Path, 
     return write_shard(folder, staging, samples)[0] if samples else None
 
 
-def _take_back(folder: Path, name: str, known: set[str], staging: Path, story: _Story) -> Shard | None:
-    """What is whole in a pair of files that no sound manifest names, unless its samples are there already."""
-    pair = [path for kind in ("meta", "payload") if (path := folder / kind / name).is_file()]
-    entries = [File(f"{p.parent.name}/{name}", p.stat().st_size, file_digest(p)) for p in pair]
-    what, meta = "its other half is missing", None
-    if len(pair) == 2:
-        try:
-            meta = read_meta(folder, entries[0].path)
-        except MopdctlError as error:
-            what = str(error)
-    if meta is None:
-        story.lost.extend(f"{entry.path}: {what}; samples of a damaged manifest may be lost" for entry in entries)
-        story.damaged.extend(pair)
+def _take_back(
+    folder: Path, path: str, pointed: set[str], known: set[str], staging: Path, story: _Story
+) -> Shard | None:
+    """What is whole in a metadata file that no sound manifest names and its payload, if it is not there already.
+
+    Adds the payload's path to `pointed`.
+    """
+    try:
+        meta = read_meta(folder, path)
+    except MopdctlError as error:
+        story.give_up(folder, path, str(error))
         return None
+    payload = str(meta[0]["payload_file"]) if meta else ""
+    seen = payload in pointed
+    pointed.add(payload)
     fresh = [row for row in meta if row["sample_id"] not in known]
-    if not fresh:  # the same samples in other files, before a compaction or after it
+    if seen or not fresh:  # the same samples in other files, before a compaction or after it, or with other scores
         return None
+    if not re.fullmatch(r"payload/[^/]+", payload) or not (folder / payload).is_file():
+        story.give_up(folder, path, _NO_HALF)
+        return None
+    pair = [folder / path, folder / payload]
+    entries = [File(str(p.relative_to(folder)), p.stat().st_size, file_digest(p)) for p in pair]
     if len(fresh) == len(meta) and all(arrays is not None for _, arrays in check_rows(folder, meta)):
         tokens = sum(row["prompt_length"] + row["response_length"] for row in meta)
         found: Shard | None = Shard(len(meta), tokens, *entries)

@@ -28,6 +28,8 @@ _PER_LOSS_TOKEN = ("behavior_logprobs", "teacher_logprobs", *_WIDE)
 def check(sample: Sample) -> None:
     """Raises MopdctlError naming the sample unless its arrays fit each other and every number in them is finite."""
     where = f"sample {sample.sample_id}"
+    if what := verdict_problem({name: getattr(sample, name) for name in schema.VERDICT}):
+        raise MopdctlError(f"{where}: {what}")
     arrays = {name: getattr(sample, name) for name in schema.STREAMS}
     for name, array in arrays.items():
         if array is None:
@@ -48,6 +50,18 @@ def check(sample: Sample) -> None:
         array = arrays[name]
         if array is not None and len(array) != active:
             raise MopdctlError(f"{where}: {len(array)} {name} for {active} loss-active tokens")
+
+
+def verdict_problem(row: Mapping[str, Any]) -> str | None:
+    """What is wrong with the verdict in a row of `meta`, None if nothing. A reward goes with `ok` and no other."""
+    reward, verdict = row["reward"], row["verdict"]
+    if (reward is not None) != (verdict == schema.OK):
+        return f"{'no' if reward is None else 'a'} reward beside the verdict {verdict}"
+    if reward is not None and not 0 <= reward <= 1:  # NaN is in no range
+        return "a reward that is not between 0 and 1"
+    if (verdict is None) != (row["verifier"] is None) or (verdict is None and row["verdict_label"] is not None):
+        return f"the verdict {verdict} of the verifier {row['verifier']}"
+    return None
 
 
 def payload_crc(arrays: Mapping[str, Any]) -> int:
@@ -107,6 +121,17 @@ def meta_table(samples: Sequence[Sample], *, file: str, groups: Sequence[int]) -
         for c in schema.META_COLUMNS
     ]
     return pa.Table.from_arrays(columns, schema=schema.META)
+
+
+def rescored(table: pa.Table, verdicts: Mapping[int, Mapping[str, Any]]) -> pa.Table:
+    """A table of `meta` in which some rows have other values in the columns of `schema.VERDICT`."""
+    for name in schema.VERDICT:
+        values = table[name].to_pylist()
+        for row, verdict in verdicts.items():
+            values[row] = verdict[name]
+        field = schema.META.field(name)
+        table = table.set_column(schema.META.get_field_index(name), field, pa.array(values, field.type))
+    return table
 
 
 class PayloadGroup:

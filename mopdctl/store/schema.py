@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 """Raised when a reader of the old layout could misread the new one."""
 NAME = f"mopdctl.store/{VERSION}"
 
@@ -54,8 +54,15 @@ META_COLUMNS = (
     Column("prompt_length", pa.int32(), "Tokens of the prompt."),
     Column("response_length", pa.int32(), "Tokens after the prompt, tool results included."),
     Column("loss_tokens", pa.int32(), "Loss-active tokens, N."),
-    Column("finish_reason", pa.string(), "`stop`, `length` or `tool_lost`.", encoding="DICTIONARY"),
-    Column("reward", pa.float32(), "Reward of the whole sample; null if nobody gave one.", nullable=True),
+    Column("finish_reason", pa.string(), "`stop`, `length`, `max_turns` or `tool_lost`.", encoding="DICTIONARY"),
+    Column("reward", pa.float32(), "Reward of the whole sample, 0 to 1; null unless the verdict is `ok`.",
+           nullable=True),
+    Column("verdict", pa.string(), "How its verification ended, `ok` or a state; null if nobody checked.",
+           nullable=True, encoding="DICTIONARY"),
+    Column("verifier", pa.string(), "`name/version` of what checked it; null if nobody did.", nullable=True,
+           encoding="DICTIONARY"),
+    Column("verdict_label", pa.string(), "The verifier's class of the outcome; null where it knows none.",
+           nullable=True, encoding="DICTIONARY"),
     Column("attempt", pa.int32(), "How many processes wrote at it before the one that finished it."),
     Column("tokenizer_fingerprint", pa.string(), "Which tokenizer the ids belong to.", encoding="DICTIONARY"),
     Column("sampling_fingerprint", pa.string(), "Model, temperature and budget it was sampled with.",
@@ -90,6 +97,13 @@ STREAMS = tuple(column.name for column in PAYLOAD_COLUMNS if column.name != "sam
 """What a sample's CRC covers, in this order."""
 LOCATION = ("payload_file", "payload_row_group", "payload_row", "payload_crc")
 """The columns of `meta` that the store fills in; all others are the sample's own."""
+
+VERDICT = ("reward", "verdict", "verifier", "verdict_label")
+"""The columns of `meta` that a later verification may replace; all others stay as they were committed."""
+SINCE_2 = VERDICT[1:]
+"""Columns of `meta` that layout 1 does not have; they are read as null there."""
+OK = "ok"
+"""The one verdict that carries a reward."""
 
 DOMAIN = "domain"
 TEACHER = "teacher_id"

@@ -14,8 +14,9 @@ import hashlib
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,13 +62,23 @@ class Store:
         kept = [column.name for column in schema.META_COLUMNS if encoded and column.encoding == "DICTIONARY"]
         wanted = parquet.encoded_schema(pa.schema([schema.META.field(name) for name in names]), kept)
         tables = [wanted.empty_table()]
-        for shard in self.manifest.shards:
-            buffer = self._verified(shard.meta)
-            table = parquet.read_table(pa.BufferReader(buffer), columns=names, schema=schema.META, encoded=kept)
-            if table.num_rows != shard.rows:
-                raise MopdctlError(f"{self.folder / shard.meta.path}: {table.num_rows} rows, committed {shard.rows}")
-            tables.append(table.select(names))
+        tables += [self.shard_meta(shard, names, encoded=kept) for shard in self.manifest.shards]
         return pa.concat_tables(tables)
+
+    def shard_meta(
+        self, shard: Shard, columns: Sequence[str] | None = None, *, encoded: Sequence[str] = ()
+    ) -> pa.Table:
+        """The metadata of one shard, held against its digest."""
+        table = parquet.read_table(
+            pa.BufferReader(self._verified(shard.meta)),
+            columns=columns,
+            schema=schema.META,
+            encoded=encoded,
+            later=schema.SINCE_2,
+        )
+        if table.num_rows != shard.rows:
+            raise MopdctlError(f"{self.folder / shard.meta.path}: {table.num_rows} rows, committed {shard.rows}")
+        return table
 
     def meta(self, columns: Sequence[str] | None = None, *, encoded: bool = False) -> "pl.DataFrame":
         """As `meta_table`, for polars, where `encoded` strings are categories."""
@@ -240,6 +251,29 @@ class StoreWriter:
         for number, (sample, crc) in enumerate(zip(samples, crcs, strict=True), start=first):
             self.committed[sample.sample_id] = (number, crc)
 
+    def rescore(self, verdicts: Mapping[int, Mapping[str, Any]]) -> int:
+        """Gives rows of `meta`, by number, other values of the columns in `schema.VERDICT`; payload is not touched.
+
+        One commit: a process that dies on the way leaves all old values. Metadata files in which nothing changes stay.
+        Returns how many were written anew; old ones stay for a while, for readers that opened the store before.
+        """
+        if not verdicts:
+            return 0
+        by_shard: dict[int, dict[int, Mapping[str, Any]]] = {}
+        edges = np.cumsum([0, *(shard.rows for shard in self.store.manifest.shards)])
+        for number, verdict in verdicts.items():
+            if what := rows.verdict_problem(verdict):
+                raise MopdctlError(f"{self.folder}: row {number}: {what}")
+            at = int(np.searchsorted(edges, number, side="right")) - 1
+            by_shard.setdefault(at, {})[number - int(edges[at])] = verdict
+        with disk.writing(self.folder), self.staging() as staging:
+            shards = list(self.store.manifest.shards)
+            for at, changed in by_shard.items():
+                table = rows.rescored(self.store.shard_meta(shards[at]), changed)
+                shards[at] = replace(shards[at], meta=_write_meta(self.folder, staging, _part_name(), table))
+            self.replace(staging, shards)
+        return len(by_shard)
+
     def drop_history(self) -> None:
         """Removes all older manifests and every file that only they name: for a writer that knows of no reader."""
         for number in manifests.numbers(self.folder):
@@ -268,28 +302,38 @@ class StoreWriter:
 
 def write_shard(store: Path, staging: Path, samples: Sequence[Sample]) -> tuple[Shard, list[int]]:
     """Writes samples into a pair of files that no manifest names yet; returns the shard and each payload's CRC."""
-    name = f"part-{uuid.uuid4().hex}.parquet"
+    name = _part_name()
     groups = list(cut_groups([len(sample.tokens) for sample in samples]))
     edges = np.cumsum([0, *groups]).tolist()
     tables = (rows.payload_table(samples[a:b]) for a, b in pairwise(edges))
     meta = rows.meta_table(samples, file=f"payload/{name}", groups=groups)
-    pieces = (meta.slice(i, schema.META_GROUP_ROWS) for i in range(0, meta.num_rows, schema.META_GROUP_ROWS))
-    made = []
-    for folder, content, columns in (
-        ("payload", tables, schema.PAYLOAD_COLUMNS),
-        ("meta", pieces, schema.META_COLUMNS),
-    ):
-        temporary = staging / f"{folder}-{name}"
-        with _parquet_errors(temporary):
-            parquet.write(temporary, content, columns)
-        disk.sync_file(temporary)
-        entry = File(f"{folder}/{name}", temporary.stat().st_size, file_digest(temporary))
-        disk.rename(temporary, store / entry.path)
-        disk.sync_folder(store / folder)
-        made.append(entry)
-    payload, meta_file = made
+    payload = _write_file(store, staging, f"payload/{name}", tables, schema.PAYLOAD_COLUMNS)
     tokens = sum(len(sample.tokens) for sample in samples)
-    return Shard(len(samples), tokens, meta=meta_file, payload=payload), meta["payload_crc"].to_pylist()
+    shard = Shard(len(samples), tokens, meta=_write_meta(store, staging, name, meta), payload=payload)
+    return shard, meta["payload_crc"].to_pylist()
+
+
+def _part_name() -> str:
+    return f"part-{uuid.uuid4().hex}.parquet"
+
+
+def _write_meta(store: Path, staging: Path, name: str, table: pa.Table) -> File:
+    pieces = (table.slice(i, schema.META_GROUP_ROWS) for i in range(0, table.num_rows, schema.META_GROUP_ROWS))
+    return _write_file(store, staging, f"meta/{name}", pieces, schema.META_COLUMNS)
+
+
+def _write_file(
+    store: Path, staging: Path, path: str, content: Iterable[pa.Table], columns: Sequence[schema.Column]
+) -> File:
+    """Writes a file of the store, durable and under its own name, for a manifest that is still to come."""
+    temporary = staging / path.replace("/", "-")
+    with _parquet_errors(temporary):
+        parquet.write(temporary, content, columns)
+    disk.sync_file(temporary)
+    entry = File(path, temporary.stat().st_size, file_digest(temporary))
+    disk.rename(temporary, store / path)
+    disk.sync_folder((store / path).parent)
+    return entry
 
 
 def cut_groups(lengths: Iterable[int]) -> Iterator[int]:

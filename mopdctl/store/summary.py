@@ -1,6 +1,7 @@
 """What is in a store, in figures: `mopdctl store inspect`."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,8 +44,31 @@ def summarize(store: Store) -> dict[str, Any]:
             )
         ],
         "finish_reasons": dict(sorted(meta.group_by("finish_reason").agg(pl.len()).iter_rows())),
-        "warnings": [*store.warnings, *warnings],
+        "verdicts": verdict_counts(meta["verdict"].to_list()),
+        "verifiers": dict(sorted(Counter(meta["verifier"].drop_nulls().to_list()).items())),
+        "warnings": [*store.warnings, *warnings, *_versions(meta["verifier"].drop_nulls().unique().to_list())],
     }
+
+
+UNJUDGED = "unjudged"
+"""Stands for the samples that nobody checked, among the counts of verdicts."""
+
+
+def verdict_counts(verdicts: Iterable[str | None]) -> dict[str, int]:
+    """How often each state occurs, and how many samples have none."""
+    return dict(sorted(Counter(UNJUDGED if verdict is None else verdict for verdict in verdicts).items()))
+
+
+def _versions(verifiers: list[str]) -> list[str]:
+    """A warning for each verifier of which two versions have scored."""
+    by_name: dict[str, list[str]] = {}
+    for verifier in sorted(verifiers):
+        by_name.setdefault(verifier.rpartition("/")[0], []).append(verifier)
+    return [
+        f"scored by {' and '.join(found)}, which may differ; `mopdctl rollout --reverify` scores all by one"
+        for found in by_name.values()
+        if len(found) > 1
+    ]
 
 
 def _waiting(store: Store, committed: Collection[str]) -> tuple[int | None, list[str]]:
@@ -85,6 +109,8 @@ def _figures(store: Store, part: "pl.DataFrame") -> dict[str, Any]:
         "teacher_logprob": _mean(np.concatenate([t for t, _ in teacher])) if teacher else None,
         "teacher_minus_behavior": _mean(gaps),
         "reward": round(float(rewards.to_numpy().mean()), 4) if len(rewards) else None,
+        "rewarded_pct": round(100 * len(rewards) / len(part), 1) if part["verdict"].null_count() < len(part) else None,
+        "verdicts": verdict_counts(part["verdict"].to_list()),
         "logprobs_of": len(samples),
     }
 
@@ -112,7 +138,11 @@ def text(summary: dict[str, Any]) -> str:
         lines.append(f"sampled by policy version {low}" + (f" to {high}" if high > low else ""))
     if total:
         endings = ", ".join(f"{reason} {count:,}" for reason, count in summary["finish_reasons"].items())
-        lines += [f"endings: {endings}", "", *_table(summary["groups"]), "", *_legend(summary["groups"])]
+        lines.append(f"endings: {endings}")
+        if summary["verifiers"]:
+            states = ", ".join(f"{state} {count:,}" for state, count in summary["verdicts"].items())
+            lines.append(f"verdicts: {states} (by {_printable(', '.join(summary['verifiers']))})")
+        lines += ["", *_table(summary["groups"]), "", *_legend(summary["groups"])]
     return "\n".join(lines)
 
 
@@ -126,7 +156,8 @@ _OPTIONAL = {
     ),
     "teacher": ("teacher_logprob", "the same under its teacher"),
     "gap": ("teacher_minus_behavior", "teacher - student; at temperature 1 an estimate of -KL(student || teacher)"),
-    "reward": ("reward", "mean reward of the samples that have one"),
+    "rewarded %": ("rewarded_pct", "answers whose verdict is ok: only they have a reward"),
+    "reward": ("reward", "mean reward of these, from 0 to 1"),
 }
 
 
@@ -140,7 +171,7 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
             f"{g['prompt_length']:.1f}",
             *(f"{g['response_length'][key]:,}" for key in _LENGTHS.values()),
             f"{g['truncated_pct']:.1f}",
-            *("-" if g[_OPTIONAL[name][0]] is None else f"{g[_OPTIONAL[name][0]]:.3f}" for name in shown),
+            *("-" if (value := g[_OPTIONAL[name][0]]) is None else f"{value:.{_digits(name)}f}" for name in shown),
         ]
         for g in groups
     ]
@@ -152,6 +183,10 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
         )
         for row in [head, *body]
     ]
+
+
+def _digits(name: str) -> int:
+    return 1 if name.endswith("%") else 3
 
 
 def _legend(groups: list[dict[str, Any]]) -> list[str]:

@@ -126,6 +126,9 @@ def check_shard(folder: Path, shard: Shard, seen: dict[str, str]) -> Iterator[Pr
         seen[row["sample_id"]] = shard.meta.path
     for other, ids in twice.items():
         yield Problem(shard.meta.path, f"{named(ids)}: also in {other}", tuple(ids), len(ids))
+    for what, ids in _misjudged(meta).items():
+        then = "`mopdctl rollout --reverify` scores them again"
+        yield Problem(shard.meta.path, f"{what} for {named(ids)}; {then}", tuple(ids))
     if astray := [row["sample_id"] for row in meta if row["payload_file"] != shard.payload.path]:
         what = f"points away from {shard.payload.path} for {named(astray)}"
         yield Problem(shard.meta.path, what, tuple(astray), len(astray))
@@ -139,6 +142,15 @@ def check_shard(folder: Path, shard: Shard, seen: dict[str, str]) -> Iterator[Pr
         )
     elif (count := pq.read_metadata(folder / shard.payload.path).num_rows) != len(meta):
         yield Problem(shard.payload.path, f"{count} rows, the metadata knows of {len(meta)}")
+
+
+def _misjudged(meta: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Samples whose reward does not go with their verdict, by what is wrong. Their tokens are none the worse."""
+    found: dict[str, list[str]] = {}
+    for row in meta:
+        if what := rows.verdict_problem(row):
+            found.setdefault(what, []).append(row["sample_id"])
+    return found
 
 
 def check_file(path: Path, entry: File) -> str | None:
@@ -156,7 +168,7 @@ def check_file(path: Path, entry: File) -> str | None:
 def read_meta(folder: Path, path: str) -> list[dict[str, Any]]:
     """The rows of a metadata file. Raises MopdctlError if it cannot be read."""
     try:
-        table = parquet.read_table(str(folder / path), schema=schema.META)
+        table = parquet.read_table(str(folder / path), schema=schema.META, later=schema.SINCE_2)
     except parquet.DAMAGE as error:
         raise MopdctlError(f"cannot be read ({(str(error).splitlines() or ['?'])[0]})") from None
     found: list[dict[str, Any]] = table.to_pylist()

@@ -61,6 +61,8 @@ def wide(number: int) -> Sample:
         teacher_topk_logprobs=-rng.random((3, 2)).astype(np.float32),
         teacher_hidden=rng.integers(0, 2**16, (3, 4)).astype(np.uint16),
         reward=1.0,
+        verdict="ok",
+        verifier="x/1",
         rewards=np.array([0.25, 0.75], np.float32),
     )
 

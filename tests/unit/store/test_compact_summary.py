@@ -38,6 +38,9 @@ def samples(make_sample: Make) -> list[Sample]:
         teacher_topk_logprobs=-rng.random((3, 2)).astype(np.float32),
         teacher_hidden=rng.integers(0, 2**16, (3, 4)).astype(np.uint16),
         reward=0.25,
+        verdict="ok",
+        verifier="exact_match/1",
+        verdict_label="correct",
         rewards=np.array([0.25], np.float32),
         attempt=2,
     )
@@ -208,7 +211,9 @@ def test_a_summary_counts_what_is_there(whole: Path, samples: list[Sample]) -> N
         scored = [(s.teacher_logprobs, s.behavior_logprobs) for s in mine if s.teacher_logprobs is not None]
         gaps = np.concatenate([teacher - student for teacher, student in scored])
         assert group["teacher_minus_behavior"] == pytest.approx(float(gaps.mean()), abs=1e-4)
-    assert [g["reward"] for g in found["groups"]] == [None, 0.25]
+    assert [(g["reward"], g["rewarded_pct"]) for g in found["groups"]] == [(None, None), (0.25, 1.3)]
+    assert (found["verdicts"], found["verifiers"]) == ({"ok": 1, "unjudged": 150}, {"exact_match/1": 1})
+    assert "verdicts: ok 1, unjudged 150 (by exact_match/1)" in text(found).split("\n")
 
 
 def test_the_text_of_a_summary_is_a_table_with_its_legend(tmp_path: Path, make_sample: Make) -> None:
@@ -243,13 +248,14 @@ def test_the_text_of_a_summary_is_a_table_with_its_legend(tmp_path: Path, make_s
 
 
 def test_a_text_shows_no_column_that_nothing_stands_in(tmp_path: Path, make_sample: Make) -> None:
+    judged = {"reward": 0.5, "verdict": "ok", "verifier": "x/1"}
     with StoreWriter(tmp_path / "s", {"tokenizer": "t"}) as writer:
-        writer.commit([make_sample(1, scored=False, domain="a\x1b[31m\nb", teacher_id="", reward=0.5)])
+        writer.commit([make_sample(1, scored=False, domain="a\x1b[31m\nb", teacher_id="", **judged)])
         found = text(summarize(writer.store))
     assert "made by" not in found
     assert "teacher -" not in found
     (head,) = (line for line in found.split("\n") if line.startswith("domain"))
-    assert head.split()[-2:] == ["student", "reward"]
+    assert head.split()[-4:] == ["student", "rewarded", "%", "reward"]
     assert "\x1b" not in found
     (row,) = (line for line in found.split("\n") if line.startswith("a\N{REPLACEMENT CHARACTER}[31m"))
     assert row.split()[1] == "-"

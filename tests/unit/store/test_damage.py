@@ -34,6 +34,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, make_sample: Make) -> Path:
         teacher_topk_logprobs=-rng.random((2, 2)).astype(np.float32),
         teacher_hidden=rng.integers(0, 99, (2, 3)).astype(np.uint16),
         reward=1.0,
+        verdict="ok",
+        verifier="x/1",
     )
     folder = tmp_path_factory.mktemp("damage") / "s"
     with StoreWriter(folder, IDENTITY) as writer:

@@ -36,6 +36,9 @@ def samples(make_sample: Make) -> list[Sample]:
         teacher_topk_logprobs=np.array([[-0.0, -1e-30], [-1, -2], [-3, -4]], np.float32),
         teacher_hidden=np.arange(12, dtype=np.uint16).reshape(3, 4) * 5461,
         reward=0.25,
+        verdict="ok",
+        verifier="exact_match/1",
+        verdict_label="correct",
         rewards=np.array([0.25, -0.0], np.float32),
     )
     one = make_sample(901, length=1, scored=False)

@@ -57,7 +57,7 @@ def make_sample(number: int, *, most: int = 40, wide: int = 2) -> Sample:
         teacher_topk_ids=random.integers(0, 99, (active, wide)).astype(np.int32) if number % 5 else None,
         teacher_topk_logprobs=floats(active, wide) if number % 5 else None,
         teacher_hidden=random.integers(0, 1 << 16, (active, 8)).astype(np.uint16) if number % 7 else None,
-        reward=None if number % 2 else 0.5,
+        **({} if number % 2 else {"reward": 0.5, "verdict": "ok", "verifier": "x/1"}),
         rewards=floats(number % 3) if number % 6 else None,
     )
 

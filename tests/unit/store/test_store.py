@@ -42,6 +42,9 @@ def full(make_sample: Make) -> Sample:
         teacher_topk_logprobs=rng.random((3, 5)).astype(np.float32),
         teacher_hidden=rng.integers(0, 2**16, (3, 8)).astype(np.uint16),
         reward=0.5,
+        verdict="ok",
+        verifier="exact_match/1",
+        verdict_label="correct",
         rewards=np.array([0.25, 0.75], np.float32),
         sample_id="Prüfung/雪\u2028/0@0",
     )
@@ -190,12 +193,12 @@ def test_a_store_has_one_maker(tmp_path: Path) -> None:
 
 def test_a_store_of_a_newer_layout_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "NAME", "mopdctl.store/2")
+        patch.setattr(schema, "NAME", "mopdctl.store/3")
         (tmp_path / "s" / "manifest").mkdir(parents=True)
         data, _ = manifests.encode(manifests.Manifest(0, None, IDENTITY, ()))
         manifests.manifest_path(tmp_path / "s", 0).write_bytes(data)
     for use in (Store, lambda folder: StoreWriter(folder, IDENTITY)):
-        with pytest.raises(InputError, match=r"layout mopdctl.store/2, this mopdctl reads mopdctl.store/1; upgrade"):
+        with pytest.raises(InputError, match=r"layout mopdctl.store/3, this mopdctl reads mopdctl.store/2; upgrade"):
             use(tmp_path / "s")
 
 

@@ -367,12 +367,12 @@ def test_a_store_of_a_newer_layout_is_neither_verified_nor_repaired(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "NAME", "mopdctl.store/2")
+        patch.setattr(schema, "NAME", "mopdctl.store/3")
         data, _ = manifests.encode(manifests.Manifest(4, None, IDENTITY, ()))
     manifests.manifest_path(folder, 4).write_bytes(data)
     before = files(folder)
     for look in (verify, repair):
-        with pytest.raises(InputError, match=r"layout mopdctl.store/2, this mopdctl reads mopdctl.store/1; upgrade"):
+        with pytest.raises(InputError, match=r"layout mopdctl.store/3, this mopdctl reads mopdctl.store/2; upgrade"):
             look(folder)
     assert files(folder) == before
 
