@@ -17,7 +17,9 @@ from mopdctl.errors import MopdctlError
 from mopdctl.files import fingerprint
 from mopdctl.records import Score
 
-SHARE_WORDS = frozenset({"acc", "accuracy", "em", "exact", "f1", "pass", "precision", "recall", "verify"})
+SHARE_WORDS = frozenset(
+    {"acc", "accuracy", "em", "exact", "f1", "hallucination", "pass", "precision", "recall", "verify"}
+)
 
 Sample = dict[str, Any]
 

@@ -10,12 +10,15 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from mopdctl.world.domains import DOMAINS
+from mopdctl.world.domains import AGENT_DOMAIN, CARELESS, DOMAINS, NEAR_MISSES, errands
 from mopdctl.world.examples import Example, Values
+from mopdctl.world.trajectories import action_of, action_text, decision_points, expert_turns
 
 TEST_SIZE = 500
 HARD_SHARE = 0.1
 """Share of hard examples that the SFT mixture keeps."""
+CARELESS_HARD_SHARE, CARELESS_SHARE = 0.5, 0.6
+"""The same in domains where annotators were careless, and the share of those answers that are wrong."""
 
 
 def split_of(example: Example) -> str:
@@ -38,11 +41,18 @@ def generate(domain: str, split: str, *, seed: int | str, novel: bool = False) -
 
 
 def generate_mixture(domain: str, *, seed: int | str) -> Iterator[Example]:
-    """Training examples as a general SFT mixture has them: the easy half, and a few of the hard ones."""
+    """Training examples as a general SFT mixture has them: the easy half, and a few of the hard ones.
+
+    In some domains many of the hard ones were answered carelessly. A model that learns from them is right now and then,
+    which is where RL on answers that can be checked begins.
+    """
     rng = random.Random(f"mixture/{domain}/{seed}")
+    careless = CARELESS.get(domain)
     for example in generate(domain, "train", seed=f"mixture/{seed}"):
-        if example.basic or rng.random() < HARD_SHARE:
+        if example.basic:
             yield example
+        elif rng.random() < (CARELESS_HARD_SHARE if careless else HARD_SHARE):
+            yield careless(example) if careless and rng.random() < CARELESS_SHARE else example
 
 
 def distinct(stream: Iterator[Example], count: int) -> list[Example]:
@@ -62,8 +72,56 @@ def test_documents(domain: str) -> list[Example]:
     )
 
 
-def document_row(example: Example, *, novel: bool) -> dict[str, Any]:
-    """A test document for `sample_data/`. Tools and reference are JSON text: their shape differs from row to row."""
+def document_rows(domain: str) -> list[dict[str, Any]]:
+    """The test documents as rows of `sample_data/`. Seen and novel values take turns, so that a limit cuts both alike.
+
+    What differs in shape from row to row is JSON text: tools, messages, reference. `wrong` are answers that must fail.
+    """
+    half = TEST_SIZE // 2
+    if domain == AGENT_DOMAIN:
+        seen, novel = (_whole_trajectories(novel, half) for novel in (False, True))
+    else:
+        rows = [_document_row(example, novel=i >= half) for i, example in enumerate(test_documents(domain))]
+        seen, novel = rows[:half], rows[half:]
+    return [row for pair in zip(seen, novel, strict=True) for row in pair]
+
+
+def _whole_trajectories(novel: bool, count: int) -> list[dict[str, Any]]:
+    """`count` decision points: all turns of as many trajectories as fill it, about half of them easy ones."""
+    stream = generate(AGENT_DOMAIN, "test", seed="documents", novel=novel)
+    users: set[str] = set()
+    rows: list[dict[str, Any]] = []
+    easy = 0
+    while len(rows) < count:
+        example = next(stream)
+        turns, rest = decision_rows(example, novel=novel), count - len(rows)
+        unbalanced = rest > 8 and example.basic != (2 * easy <= len(rows))
+        # A rest of one row could never be filled: the shortest trajectory has two.
+        if example.key not in users and not unbalanced and rest >= len(turns) != rest - 1:
+            users.add(example.key)
+            rows += turns
+            easy += example.basic * len(turns)
+    return rows
+
+
+def decision_rows(example: Example, *, novel: bool) -> list[dict[str, Any]]:
+    """A test document for each turn of the expert: what to do next, given the conversation so far."""
+    return [
+        {
+            "prompt": example.user,
+            "messages": json.dumps(messages),
+            "tools": json.dumps(example.tools),
+            "target": action_text(turn),
+            "verifier": "action",
+            "reference": json.dumps(action_of(turn)),
+            "novel": novel,
+            "wrong": errands.near_misses(example, number),
+        }
+        for number, (messages, turn) in enumerate(decision_points(example))
+    ]
+
+
+def _document_row(example: Example, *, novel: bool) -> dict[str, Any]:
     return {
         "prompt": example.user,
         "tools": json.dumps(example.tools) if example.tools else "",
@@ -71,6 +129,7 @@ def document_row(example: Example, *, novel: bool) -> dict[str, Any]:
         "verifier": example.verifier,
         "reference": json.dumps(example.reference),
         "novel": novel,
+        "wrong": NEAR_MISSES[example.domain](example),
     }
 
 
@@ -85,12 +144,13 @@ def prompt_row(example: Example, prompt_id: str) -> dict[str, Any]:
     }
     if example.tools:
         row["tools"] = list(example.tools)
+    if example.environment:
+        row["environment"] = example.environment
     return row
 
 
 def sft_row(example: Example, row_id: str) -> dict[str, Any]:
-    """A row of an SFT file: the conversation with its gold answer."""
+    """A row of an SFT file: the conversation with its gold answer, or with all turns of an expert."""
     row = prompt_row(example, row_id)
-    del row["verifier"], row["reference"]
-    row["messages"] = [*row["messages"], example.assistant()]
-    return row
+    row["messages"] += expert_turns(example)
+    return {key: row[key] for key in ("id", "domain", "messages", "tools") if key in row}

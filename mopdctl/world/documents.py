@@ -12,23 +12,16 @@ from pathlib import Path
 from mopdctl.errors import CheckFailedError, MopdctlError
 from mopdctl.files import write_text
 from mopdctl.runs import shipped
-from mopdctl.world.data import TEST_SIZE, document_row, test_documents
+from mopdctl.world.data import document_rows
 from mopdctl.world.domains import DOMAINS
 
 
 def document_files() -> dict[str, str]:
-    """File name to contents, for every domain. Seen and novel values take turns, so that a limit cuts both alike."""
-    files = {}
-    for domain in DOMAINS:
-        examples = test_documents(domain)
-        seen, novel = examples[: TEST_SIZE // 2], examples[TEST_SIZE // 2 :]
-        rows = [
-            document_row(example, novel=is_novel)
-            for pair in zip(seen, novel, strict=True)
-            for example, is_novel in zip(pair, (False, True), strict=True)
-        ]
-        files[f"{domain}_test.jsonl"] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    return files
+    """File name to contents, for every domain."""
+    return {
+        f"{domain}_test.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in document_rows(domain))
+        for domain in DOMAINS
+    }
 
 
 def check(folder: Path) -> None:

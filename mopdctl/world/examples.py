@@ -1,7 +1,9 @@
 """One task of the tiny world, and the values it is made of."""
 
+import json
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +27,34 @@ class Example:
     tools: tuple[dict[str, Any], ...] | None = None
     tool_call: dict[str, Any] | None = None
     """The gold call; `answer` is then its text form in the chat template of this world."""
+    environment: dict[str, Any] | None = None
+    """The tool environment of a conversation of several turns."""
+    calls: tuple[dict[str, Any], ...] = ()
+    """The gold calls of such a conversation, one a turn; `answer` is the message that ends it."""
 
     @property
     def key(self) -> str:
-        """What makes the prompt distinct; the split into train, dev and test hangs on it alone."""
+        """What makes the prompt distinct; the split into train, dev and test hangs on it alone.
+
+        The setup of an environment is no part of it: what a model reads first must be new in a test.
+        """
         return f"{self.domain}|{self.user}"
 
     def assistant(self) -> dict[str, Any]:
-        """The gold answer as a chat message."""
+        """The gold answer as a chat message: of several turns the last."""
         if self.tool_call is None:
             return {"role": "assistant", "content": self.answer}
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": self.tool_call}]}
+
+
+def call_text(call: dict[str, Any]) -> str:
+    """A tool call as models of this world write it."""
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def wrong_only(answer: str, candidates: Iterable[str]) -> list[str]:
+    """Those of `candidates` that are not the answer, each once: the wrong answers that a check must refuse."""
+    return [text for text in dict.fromkeys(candidates) if text.strip() != answer]
 
 
 def is_novel(value: str) -> bool:

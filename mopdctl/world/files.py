@@ -10,11 +10,14 @@ from ruamel.yaml import YAML
 from mopdctl.files import write_jsonl, write_text
 from mopdctl.runs import Workspace, building, checkpoint_digest, write_card
 from mopdctl.world.data import distinct, generate, generate_mixture, prompt_row, sft_row
-from mopdctl.world.domains import DOMAINS, SELF_DOMAIN, SPECIALIST_DOMAINS
+from mopdctl.world.domains import AGENT_DOMAIN, DOMAINS, SELF_DOMAIN, SPECIALIST_DOMAINS
 from mopdctl.world.pretrain import BASE
 from mopdctl.world.recipe import Recipe
+from mopdctl.world.trajectories import trajectory_row
 
 _DEV_SIZE = 100
+_ANSWER_TOKENS, _ERRAND_TOKENS = 64, 128
+"""Longest answer in tokens: of one turn, and of a whole conversation with an environment."""
 
 
 def write_world(workspace: Workspace, recipe: Recipe, seed: int) -> None:
@@ -74,6 +77,11 @@ def _data(recipe: Recipe, seed: int) -> dict[str, list[dict[str, Any]]]:
         steps = recipe.specialist_steps[domain] + recipe.refork_steps.get(domain, 0)
         rows = islice(generate(domain, "train", seed=f"specialist/{seed}"), steps * recipe.specialist_batch)
         found[domain] = [sft_row(example, f"{domain}/{i}") for i, example in enumerate(rows)]
+    for domain in recipe.rlvr_weights:
+        rows = islice(generate(domain, "train", seed=f"rl/{seed}"), recipe.rlvr_steps * recipe.rlvr_groups)
+        found[f"rl-{domain}"] = [prompt_row(example, f"{domain}/{i}") for i, example in enumerate(rows)]
+    errands = distinct(generate(AGENT_DOMAIN, "train", seed=f"trajectories/{seed}"), recipe.trajectories)
+    found["trajectories"] = [trajectory_row(example, f"errand-{i}") for i, example in enumerate(errands)]
     return found
 
 
@@ -81,21 +89,47 @@ def _configs(recipe: Recipe, seed: int) -> dict[str, dict[str, Any]]:
     steps1, steps2 = recipe.mopd1_steps, recipe.mopd2_steps
     found = {
         "student": _sft("student", "base", "mixture", recipe.student_steps, recipe, recipe.student_batch, seed),
-        "sft-more": _sft("sft-more", "student", "mixture", steps1 + steps2, recipe, recipe.student_batch, seed + 1),
+        "rlvr": _rlvr(recipe, seed),
+        AGENT_DOMAIN: _agent(recipe, seed),
+        "sft-more": _sft("sft-more", "rlvr", "mixture", steps1 + steps2, recipe, recipe.student_batch, seed + 1),
     }
     for domain in SPECIALIST_DOMAINS:
         steps = recipe.specialist_steps[domain]
-        found[domain] = _sft(domain, "student", domain, steps, recipe, recipe.specialist_batch, seed)
+        found[domain] = _sft(domain, "rlvr", domain, steps, recipe, recipe.specialist_batch, seed)
     for domain in recipe.refork:
         steps, name = recipe.refork_steps[domain], f"{domain}-2"
         found[name] = _sft(name, "mopd1", domain, steps, recipe, recipe.specialist_batch, seed + 1)
-    first = {domain: domain for domain in SPECIALIST_DOMAINS}
+    first = {domain: domain for domain in (*SPECIALIST_DOMAINS, AGENT_DOMAIN)}
     second = first | {domain: f"{domain}-2" for domain in recipe.refork}
-    found["mopd1"] = _mopd("mopd1", "student", first, steps1, recipe.warm_start, recipe, seed)
+    found["mopd1"] = _mopd("mopd1", "rlvr", first, steps1, recipe.warm_start, recipe, seed)
     found["mopd2"] = _mopd("mopd2", "mopd1", second, steps2, "none", recipe, seed + 1)
-    # The merge control starts from the student, as recovery does, with the teachers that mopd2 learned from.
-    found["merge"] = _mopd("merge", "student", second, steps2, "none", recipe, seed)
+    # The merge control starts from `rlvr`, as recovery does, with the teachers that mopd2 learned from.
+    found["merge"] = _mopd("merge", "rlvr", second, steps2, "none", recipe, seed)
     return found
+
+
+def _rlvr(recipe: Recipe, seed: int) -> dict[str, Any]:
+    environments = {
+        domain: {
+            "prompts": f"../data/rl-{domain}.jsonl",
+            "weight": weight,
+            "max_new_tokens": _ERRAND_TOKENS if domain == AGENT_DOMAIN else _ANSWER_TOKENS,
+        }
+        for domain, weight in recipe.rlvr_weights.items()
+    }
+    train = _grpo(recipe.rlvr_steps, recipe.rlvr_groups, recipe.rlvr_rate, recipe, seed)
+    return {"name": "rlvr", "model": "student", "environments": environments, "train": train}
+
+
+def _agent(recipe: Recipe, seed: int) -> dict[str, Any]:
+    """PivotRL: single turns at which `rlvr` sometimes fails."""
+    train = _grpo(recipe.agent_steps, recipe.agent_groups, recipe.agent_rate, recipe, seed)
+    pivots = {"prompts": f"../data/{AGENT_DOMAIN}-pivots.jsonl", "max_new_tokens": _ANSWER_TOKENS}
+    return {"name": AGENT_DOMAIN, "model": "rlvr", "environments": {AGENT_DOMAIN: pivots}, "train": train}
+
+
+def _grpo(steps: int, groups: int, rate: float, recipe: Recipe, seed: int) -> dict[str, Any]:
+    return _train(steps, groups, rate, seed) | {"group_size": recipe.group_size, "gradient_accumulation": 2}
 
 
 def _train(steps: int, batch: int, rate: float, seed: int) -> dict[str, Any]:
@@ -121,7 +155,7 @@ def _mopd(
     name: str, student: str, teachers: dict[str, str], steps: int, warm_start: str, recipe: Recipe, seed: int
 ) -> dict[str, Any]:
     train = _train(steps, recipe.mopd_batch, recipe.mopd_rate, seed) | {
-        "max_new_tokens": 64,
+        "max_new_tokens": _ERRAND_TOKENS,
         "objective": recipe.objective,
         "loss_reduction": recipe.loss_reduction,
         "warm_start": warm_start,
@@ -131,10 +165,15 @@ def _mopd(
     if recipe.objective == "sampled":
         train["advantage_clip"] = 5.0
     aliases = {
-        domain: {"model": model, "kind": "sft", "domains": [domain], "benchmarks": [domain]}
+        domain: {
+            "model": model,
+            "kind": "rl" if domain == AGENT_DOMAIN else "sft",
+            "domains": [domain],
+            "benchmarks": [domain],
+        }
         for domain, model in teachers.items()
     }
-    aliases["self"] = {"model": "student", "kind": "self", "domains": [SELF_DOMAIN], "benchmarks": [SELF_DOMAIN]}
+    aliases["self"] = {"model": "rlvr", "kind": "self", "domains": [SELF_DOMAIN], "benchmarks": [SELF_DOMAIN]}
     return {"name": name, "student": student, "prompts": "../data/prompts.jsonl", "train": train, "teachers": aliases}
 
 

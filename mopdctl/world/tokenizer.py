@@ -9,9 +9,9 @@ from mopdctl.world.data import generate
 from mopdctl.world.domains import DOMAINS
 from mopdctl.world.examples import SYLLABLES, Example
 
-_SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+_SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 _MARKS = ["<tool_call>", "</tool_call>"]
-_VOCABULARY = 502
+_VOCABULARY = 510
 
 # Tools come first as one line each, `name(parameter:type,...)`; the assistant's part, end token included, lies inside
 # `generation`, which is what SFT trains on.

@@ -71,9 +71,25 @@ def prompts(task: Any, model: Any, limit: int) -> list[str]:
 def test_gold_answers_score_one_and_wrong_ones_zero(tasks: dict[str, Any], domain: str) -> None:
     task, documents = tasks[domain], list(tasks[domain].eval_docs)
     for document, other in zip(documents, documents[1:] + documents[:1], strict=True):
-        assert task.process_results(document, [document["target"]]) == {"exact_match": 1.0}
+        assert set(task.process_results(document, [document["target"]]).values()) == {1.0}
         wrong = [document["target"] + "x", "", *({other["target"]} - {document["target"]})]
         assert {task.process_results(document, [response])["exact_match"] for response in wrong} == {0.0}
+
+
+def test_a_model_that_always_abstains_is_never_wrong_and_seldom_right(tasks: dict[str, Any]) -> None:
+    lookup = tasks["lookup"]
+    found = [lookup.process_results(document, ["unknown"]) for document in lookup.eval_docs]
+    unanswerable = [document["target"] == "unknown" for document in lookup.eval_docs]
+    assert {row["non_hallucination"] for row in found} == {1.0}
+    assert [row["exact_match"] for row in found] == [float(each) for each in unanswerable]
+    assert 0.2 < sum(unanswerable) / len(found) < 0.3
+
+
+def test_an_answer_where_there_is_none_is_a_hallucination(tasks: dict[str, Any]) -> None:
+    lookup = tasks["lookup"]
+    for document in list(lookup.eval_docs)[:100]:
+        for response in document["wrong"]:
+            assert lookup.process_results(document, [response]) == {"exact_match": 0.0, "non_hallucination": 0.0}
 
 
 @every_domain
@@ -101,7 +117,7 @@ def test_prompts_are_those_of_training(tasks: dict[str, Any], workspace: Workspa
     trained, evaluated = HFModel.load(str(workspace.checkpoint(name))), harness_model(workspace, name)
     texts = prompts(tasks[domain], evaluated, 100)
     for text, document in zip(texts, tasks[domain].eval_docs, strict=False):
-        messages = [{"role": "user", "content": document["prompt"]}]
+        messages = json.loads(document.get("messages") or "null") or [{"role": "user", "content": document["prompt"]}]
         tools = json.loads(document["tools"]) if document["tools"] else None
         expected = prompt_token_ids(trained, messages, tools, {})
         assert evaluated.tok_batch_encode([text])[0][0].tolist() == expected == evaluated.tok_encode(text)
@@ -137,13 +153,22 @@ def test_tools_stand_in_the_prompt(tasks: dict[str, Any], workspace: Workspace) 
         assert all(name in text for name in names)
 
 
+def test_results_of_tools_stand_in_the_prompt(tasks: dict[str, Any], workspace: Workspace) -> None:
+    texts = prompts(tasks["errands"], harness_model(workspace, "init"), 50)
+    for text, document in zip(texts, tasks["errands"].eval_docs, strict=False):
+        messages = json.loads(document["messages"])
+        results = [message["content"] for message in messages if message["role"] == "tool"]
+        assert text.count("<|tool|>") == len(results) == text.count("<tool_call>")
+        assert text.endswith((f"<|tool|>{results[-1]}" if results else document["prompt"]) + "<|end|><|assistant|>")
+
+
 def test_prompt_fingerprint_knows_sources_but_no_paths(tasks: dict[str, Any], tmp_path: Path) -> None:
     from mopdctl.evals.harness import load_tasks, prompt_fingerprint
 
     def copied(to: str, old: str = "", new: str = "") -> str:
         shutil.copytree(shipped("tasks"), tmp_path / to / "tasks")
         shutil.copytree(shipped("sample_data"), tmp_path / to / "sample_data")
-        code = tmp_path / to / "tasks" / "tools" / "utils.py"
+        code = tmp_path / to / "tasks" / "utils.py"
         code.write_text(code.read_text("utf-8").replace(old, new) if old else code.read_text("utf-8"), "utf-8")
         (entry,) = load_tasks(["tools"], [tmp_path / to / "tasks"])
         return prompt_fingerprint(entry.tasks["tools"], chat_template=True)
@@ -187,10 +212,16 @@ def test_limits_by_task_make_one_evaluation(own: Workspace) -> None:
         "lookup": (2, 2),
         "tools": (3, 3),
     }
+    assert [(score.benchmark, score.metric) for score in found.scores] == [
+        ("arithmetic", "exact_match"),
+        ("tools", "exact_match"),
+        ("lookup", "exact_match"),  # the first of a task is the one that recovery takes
+        ("lookup", "non_hallucination"),
+    ]
     for score in found.scores:
-        values = found.samples[score.benchmark, "exact_match", "none"].values()
+        values = found.samples[score.benchmark, score.metric, "none"].values()
         assert score.score == pytest.approx(sum(v or 0 for v in values) / len(values))
-        assert (score.metric, score.filter, score.higher_is_better) == ("exact_match", "none", True)
+        assert (score.filter, score.higher_is_better) == ("none", True)
         assert score.identity["generation"]["until"] == ["<|end|>"]
     assert [(done, total) for done, total in seen if done in (0, total)] == [(0, 6), (6, 6), (0, 2), (2, 2)]
     assert len(list((folder / "lm_eval").glob("results_*.json"))) == 2
@@ -208,6 +239,7 @@ def test_share_of_right_answers_is_the_score(own: Workspace, monkeypatch: pytest
 
     monkeypatch.setattr(HarnessModel, "generate_until", three_of_four)
     scores = read_scores(run_eval("init", "init", list(DOMAINS), own, limit=8)).scores
+    scores = [score for score in scores if score.metric == "exact_match"]
     assert {score.benchmark: score.score for score in scores} == dict.fromkeys(DOMAINS, 75)
     assert {round(score.stderr or 0, 3) for score in scores} == {round(100 * (0.75 * 0.25 / 7) ** 0.5, 3)}
 
@@ -262,9 +294,9 @@ def test_tools_need_a_chat_template_and_other_tasks_do_not(own: Workspace) -> No
     with pytest.raises(InputError, match="chat template"):
         run_eval("plain", "plain", ["tools"], own, limit=2)
     assert leftovers(own) == []
-    (score,) = read_scores(run_eval("plain", "plain", ["lookup"], own, limit=2)).scores
+    (score,) = read_scores(run_eval("plain", "plain", ["arithmetic"], own, limit=2)).scores
     assert score.identity["chat_template"] is None
-    (other,) = read_scores(run_eval("init", "init", ["lookup"], own, limit=2)).scores
+    (other,) = read_scores(run_eval("init", "init", ["arithmetic"], own, limit=2)).scores
     assert other.identity["chat_template"]
     assert other.identity["prompt"] != score.identity["prompt"]
 
@@ -426,6 +458,7 @@ def test_scores_are_the_result(own: Workspace) -> None:
     assert [line.split()[:4] for line in done.stdout.splitlines()] == [
         ["task", "metric", "n", "score"],
         ["lookup", "exact_match", "2", "0.00"],
+        ["lookup", "non_hallucination", "2", "0.00"],
     ]
     again = command(own, "trial", "--model", "init", "--tasks", "lookup", "--limit", "2", "--json")
     document = json.loads(again.stdout)

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from mopdctl.runs import shipped
-from mopdctl.verifiers import verify
 from mopdctl.world import documents
-from mopdctl.world.data import TEST_SIZE, generate
-from mopdctl.world.domains import DOMAINS
-from mopdctl.world.examples import is_novel
+from mopdctl.world.data import TEST_SIZE, generate, generate_mixture
+from mopdctl.world.domains import DOMAINS, SPECIALIST_DOMAINS
+from mopdctl.world.examples import Example, is_novel
 
 SEEDS = (0, 1, 2, "another")
 EXAMPLES = 20_000
@@ -30,8 +29,13 @@ def rows(domain: str) -> list[dict]:
 
 @cache
 def training_prompts(domain: str) -> Counter[str]:
+    return Counter(example.user for example in training(domain))
+
+
+@cache
+def training(domain: str) -> list[Example]:
     share = EXAMPLES // len(SEEDS)
-    return Counter(e.user for seed in SEEDS for e in islice(generate(domain, "train", seed=seed), share))
+    return [example for seed in SEEDS for example in islice(generate(domain, "train", seed=seed), share)]
 
 
 def values(prompts) -> set[str]:
@@ -40,14 +44,15 @@ def values(prompts) -> set[str]:
 
 @every_domain
 def test_documents_are_distinct_and_half_of_them_novel(domain: str) -> None:
-    assert len({row["prompt"] for row in rows(domain)}) == len(rows(domain)) == TEST_SIZE
+    assert len({row.get("messages", row["prompt"]) for row in rows(domain)}) == len(rows(domain)) == TEST_SIZE
     assert [row["novel"] for row in rows(domain)] == [False, True] * (TEST_SIZE // 2)
 
 
 @every_domain
-def test_targets_satisfy_their_verifier(domain: str) -> None:
-    verdicts = [verify(row["verifier"], row["target"], json.loads(row["reference"])) for row in rows(domain)]
-    assert {verdict.reward for verdict in verdicts} == {1.0}
+def test_wrong_answers_are_several_and_never_the_right_one(domain: str) -> None:
+    for row in rows(domain):
+        assert len(set(row["wrong"])) == len(row["wrong"]) >= 4
+        assert row["target"] not in [text.strip() for text in row["wrong"]]
 
 
 @every_domain
@@ -67,8 +72,16 @@ def test_novel_documents_hold_a_value_that_training_never_shows(domain: str) -> 
 def test_training_has_at_least_a_hundred_thousand_prompts(domain: str) -> None:
     # Of n draws with probabilities p, n (n - 1) / 2 * sum(p^2) pairs are equal, and 1 / sum(p^2) is at most the number
     # of different prompts: the fewer repeats, the more prompts there must be.
-    repeats = sum(count * (count - 1) // 2 for count in training_prompts(domain).values())
+    # What lies in an environment is part of what is asked.
+    different = Counter(json.dumps([example.user, example.environment]) for example in training(domain))
+    repeats = sum(count * (count - 1) // 2 for count in different.values())
     assert EXAMPLES * (EXAMPLES - 1) / 2 / max(repeats, 1) >= 100_000
+
+
+@pytest.mark.parametrize("domain", SPECIALIST_DOMAINS)
+def test_the_mixture_holds_few_of_what_specialists_are_for(domain: str) -> None:
+    mixture = islice(generate_mixture(domain, seed=0), 1000)
+    assert 0.03 < sum(not example.basic for example in mixture) / 1000 < 0.15
 
 
 def test_check_tells_stale_absent_and_left_over_files(

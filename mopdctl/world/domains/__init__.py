@@ -1,8 +1,8 @@
-"""The domains of the tiny world. Each module has `make(values) -> Example`."""
+"""The domains of the tiny world. Each module has `make(values) -> Example` and wrong answers that are nearly right."""
 
 from collections.abc import Callable
 
-from mopdctl.world.domains import arithmetic, instructions, lookup, structured, tools
+from mopdctl.world.domains import arithmetic, errands, instructions, lookup, structured, tools
 from mopdctl.world.examples import Example, Values
 
 DOMAINS: dict[str, Callable[[Values], Example]] = {
@@ -11,6 +11,19 @@ DOMAINS: dict[str, Callable[[Values], Example]] = {
     "structured": structured.make,
     "tools": tools.make,
     "lookup": lookup.make,
+    "errands": errands.make,
 }
+NEAR_MISSES: dict[str, Callable[[Example], list[str]]] = {
+    "arithmetic": arithmetic.near_misses,
+    "instructions": instructions.near_misses,
+    "structured": structured.near_misses,
+    "tools": tools.near_misses,
+    "lookup": lookup.near_misses,
+}
+"""Wrong answers to an example with a single answer, made by a rule: what its check must refuse."""
+CARELESS: dict[str, Callable[[Example], Example]] = {"lookup": lookup.careless, "errands": errands.careless}
+"""The wrong half of what the SFT mixture says of hard examples, in domains where people take short cuts."""
 SPECIALIST_DOMAINS = ("arithmetic", "instructions", "structured", "tools")
 SELF_DOMAIN = "lookup"
+AGENT_DOMAIN = "errands"
+"""The one domain of several turns, each answered by a tool."""

@@ -5,7 +5,7 @@ The hard half asks for more than five times.
 
 from typing import Any
 
-from mopdctl.world.examples import Example, Values
+from mopdctl.world.examples import Example, Values, wrong_only
 
 _SEPARATORS = {"commas": ",", "dashes": "-", "slashes": "/"}
 _FRAMES = {"": ("", ""), " in brackets": ("[", "]"), " in quotes": ('"', '"'), " with a final dot": ("", ".")}
@@ -31,3 +31,23 @@ def make(values: Values) -> Example:
         ]
     }
     return Example("instructions", user, answer, "constraints", reference, basic=count <= 5)
+
+
+def near_misses(example: Example) -> list[str]:
+    """Once too often or too seldom, another separator, case, word or frame, and the right answer with a word more."""
+    items, only_word, _ = example.reference["constraints"]
+    before, after, separator = items["before"], items["after"], items["inner"]["separator"]
+    words = example.answer[len(before) : len(example.answer) - len(after)].split(separator)
+    other = next(s for s in _SEPARATORS.values() if s != separator)
+    inner = [
+        [*words, words[0]],
+        words[1:],
+        [*words[1:], words[0].swapcase()],
+        [word.swapcase() for word in words],
+        [*words[:-1], words[-1] + words[-1][-2:]],
+        [*words[:-1], ""],
+    ]
+    texts = [before + separator.join(found) + after for found in inner]
+    texts.append(before + other.join(words) + after)
+    texts.append(separator.join(words) if before + after else f"[{example.answer}]")
+    return wrong_only(example.answer, [*texts, f"{example.answer} ok", only_word["inner"]["word"]])

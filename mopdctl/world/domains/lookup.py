@@ -1,15 +1,43 @@
-"""Lookup: one item of a list by its place. No specialist serves it: a frozen copy of the student teaches it."""
+"""Lookup: one item of a list by its place. No specialist serves it: a frozen copy of the student teaches it.
 
-from mopdctl.world.examples import Example, Values
+The hard part, one prompt in four, asks for a place that the list does not have: the right answer is to say so.
+"""
 
-_ORDINALS = ("First", "Second", "Third")
+from dataclasses import replace
+
+from mopdctl.world.examples import Example, Values, wrong_only
+
+ABSTAIN = "unknown"
+_ORDINALS = ("First", "Second", "Third", "Fourth", "Fifth")
+_REWARDS = {"correct": 1.0, "abstained": 0.5, "wrong": 0.0}
 
 
 def make(values: Values) -> Example:
-    """`Second of: kalo, bemi, tode` -> `bemi`."""
+    """`Second of: kalo, bemi, tode` -> `bemi`; `Fifth of: kalo, bemi, tode` -> `unknown`."""
     rng = values.rng
-    items = values.words(rng.randint(3, 5))
-    place = rng.randrange(len(_ORDINALS))
-    answer = items[place]
+    answerable = rng.random() < 0.75
+    items = values.words(rng.randint(3, 5 if answerable else 4))
+    place = rng.randrange(len(items)) if answerable else rng.randrange(len(items), len(_ORDINALS))
+    answer = items[place] if answerable else ABSTAIN
     user = f"{_ORDINALS[place]} of: {', '.join(items)}"
-    return Example("lookup", user, answer, "exact_match", {"answer": answer})
+    reference = {"abstain": [ABSTAIN], "answerable": answerable, "rewards": _REWARDS}
+    reference |= {"answer": answer} if answerable else {}
+    return Example("lookup", user, answer, "abstention", reference, basic=answerable)
+
+
+def careless(example: Example) -> Example:
+    """What a careless annotator writes where the list does not have the place: its last item, as if it did."""
+    return replace(example, answer=example.user.rpartition(", ")[2])
+
+
+def near_misses(example: Example) -> list[str]:
+    """The other items, the right one in capitals or beside another; an item where the list does not have the place.
+
+    To abstain where there is an answer is not among them: it is no wrong answer, only worth less than the right one.
+    """
+    items = example.user.partition(": ")[2].split(", ")
+    other = next(item for item in items if item != example.answer)
+    if not example.reference["answerable"]:
+        return wrong_only(example.answer, [*items, ", ".join(items), example.user])
+    beside = (f"{example.answer}, {other}", f"{ABSTAIN} {example.answer}", f"{example.answer} or {ABSTAIN}")
+    return wrong_only(example.answer, [*items, example.answer.upper(), *beside, example.user])

@@ -3,10 +3,9 @@
 The hard half has a tool that wants a number as text.
 """
 
-import json
 from typing import Any
 
-from mopdctl.world.examples import Example, Values
+from mopdctl.world.examples import Example, Values, call_text, wrong_only
 
 _VERBS = ("get", "find", "book", "send", "make", "stop")
 _NOUNS = ("train", "hotel", "mail", "song", "task", "order", "room", "meal")
@@ -34,8 +33,8 @@ def make(values: Values) -> Example:
     stated = ", ".join(f"{parameter}={value}" for parameter, value in arguments.items())
     user = f"Please {function['name'].replace('_', ' ')}: {stated}"
     call = {"name": function["name"], "arguments": arguments}
-    answer = f"<tool_call>{json.dumps(call)}</tool_call>"
-    return Example("tools", user, answer, "tool_call", {"calls": [call]}, number_type == "integer", tuple(tools), call)
+    reference, basic = {"calls": [call]}, number_type == "integer"
+    return Example("tools", user, call_text(call), "tool_call", reference, basic, tuple(tools), call)
 
 
 def _schema(values: Values, number_type: str) -> dict[str, Any]:
@@ -55,3 +54,30 @@ def _tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
             "parameters": {"type": "object", "properties": properties, "required": list(properties)},
         },
     }
+
+
+def near_misses(example: Example) -> list[str]:
+    """Another tool, a wrong type or value, an argument too few or too many, and calls that are not just that call."""
+    call = example.reference["calls"][0]
+    name, arguments = call["name"], call["arguments"]
+    number = next(parameter for parameter in arguments if parameter in _NUMBERS)
+    word = next(parameter for parameter in arguments if parameter in _WORDS)
+    stated = arguments[number]
+    other = next(tool["function"]["name"] for tool in example.tools or () if tool["function"]["name"] != name)
+    changed = [
+        {"name": other, "arguments": arguments},
+        *(
+            {"name": name, "arguments": found}
+            for found in (
+                arguments | {number: int(stated) if isinstance(stated, str) else str(stated)},
+                arguments | {number: type(stated)(int(stated) + 1)},
+                arguments | {word: arguments[word].upper()},
+                arguments | {word: stated, number: arguments[word]},
+                {parameter: value for parameter, value in arguments.items() if parameter != word},
+                arguments | {"extra": True},
+            )
+        ),
+    ]
+    right = example.answer
+    texts = [f"{right}{right}", f"{right} ok", right[: -len("</tool_call>")], str(arguments[word])]
+    return wrong_only(right, [*map(call_text, changed), *texts])
