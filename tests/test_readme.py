@@ -4,26 +4,43 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
-from mopdctl.config.base import parse
+from mopdctl.config.base import load_config, parse
+from mopdctl.config.rl import RlConfig
+from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
+from mopdctl.environments.registry import begin
+from mopdctl.verifiers import VERIFIERS, Attempt
+from mopdctl.verifiers.registry import run_check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def section(title: str) -> str:
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    return str(text)
 
 
-def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+def blocks(language: str, title: str | None = None) -> list[str]:
+    text = README if title is None else section(title)
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def documents(title: str) -> list[Any]:
+    return [YAML(typ="safe").load(text) for text in blocks("yaml", title)]
+
+
+def commands(title: str | None = None) -> list[str]:
+    return [line for block in blocks("bash", title) for line in block.splitlines() if line.strip()]
 
 
 def run(command: str, cwd: Path, *extra: str) -> subprocess.CompletedProcess[str]:
@@ -46,12 +63,65 @@ def test_every_command_in_a_block_is_known_to_this_test() -> None:
 
 
 def test_the_teachers_file_in_the_readme_loads() -> None:
-    from ruamel.yaml import YAML
-
-    (text,) = blocks("yaml")
-    config = parse(TeachersFile, YAML(typ="safe").load(text), source="README.md")
+    (document,) = documents("Your own models")
+    config = parse(TeachersFile, document, source="README.md")
     assert config.train.learning_rate == 2e-6
     assert config.teachers["self"].kind == "self"
+
+
+def test_the_rl_file_in_the_readme_is_the_sample_and_takes_the_judge() -> None:
+    document, with_judge = documents("RL on verifiable rewards")
+    assert (ROOT / "sample_data/rl/rl.yaml").read_text("utf-8") in README
+    config = parse(RlConfig, document, source="README.md")
+    assert config.environments["lookup"].weight == 2
+    judge = parse(RlConfig, document | with_judge, source="README.md").environments["chat"].judge
+    assert judge is not None
+    assert (judge.verifier_weight, judge.weight) == (3, 1)
+
+
+def test_the_table_of_verifiers_names_all_of_them_with_their_versions() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", section("Verifiers"), re.MULTILINE)
+    assert [(name, int(version)) for name, version in rows] == [(v.name, v.version) for v in VERIFIERS.values()]
+
+
+def test_the_row_with_an_environment_can_be_answered_as_it_says() -> None:
+    (text,) = blocks("json", "Tool environments")
+    row = json.loads(text)
+    environment, state = begin(row["environment"])
+    turns: list[dict[str, Any]] = []
+    for call in row["reference"]["calls"]:
+        turns.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+        turns.append({"role": "tool", "content": environment.call(state, call["name"], call["arguments"])})
+    assert [turn["content"] for turn in turns[1::2]] == ["3", "tode"]
+    for said, reward in (("tode", 1.0), ("kalo", 0.0)):
+        attempt = Attempt(
+            said,
+            row["reference"],
+            tuple(row["messages"]),
+            tuple(row["tools"]),
+            row["environment"],
+            (*turns, {"role": "assistant", "content": said}),
+        )
+        assert run_check(VERIFIERS[row["verifier"]], attempt).reward == reward
+
+
+def test_verifiers_of_a_task_are_found_to_judge_rightly() -> None:
+    (command,) = commands("Verifiers")
+    done = run(f"{command} --task arithmetic", ROOT, "--json")
+    assert done.returncode == 0, done.stderr
+    (task,) = json.loads(done.stdout)["tasks"]
+    assert task["failures"] == []
+    assert task["documents"] == task["gold"] == 500
+
+
+def test_the_other_files_of_the_tours_load_and_every_expert_turn_is_a_candidate(tmp_path: Path) -> None:
+    for model, path in ((SftConfig, "rl/student.yaml"), (RlConfig, "pivots/rl.yaml")):
+        load_config(model, ROOT / "sample_data" / path)
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    done = run(commands("PivotRL")[0], tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads(done.stdout)
+    assert (manifest["trajectories"], manifest["turns"], manifest["candidates"]) == (40, 117, 117)
 
 
 def test_the_published_table_is_recomputed() -> None:
@@ -82,20 +152,61 @@ def test_the_tour_of_generated_data_works_offline(tmp_path: Path) -> None:
     assert (tmp_path / "workspace/datasets/sample-sft/quarantine/seeds.jsonl").read_bytes().count(b"\n") == 1
 
 
+def useful_groups(run_folder: Path, environment: str) -> list[int]:
+    """Groups of each step whose answers differ in what they earned."""
+    steps = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [step["rl/groups"].get(environment, {}).get("useful", 0) for step in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tours_of_rl_and_pivots_work_offline(tmp_path: Path) -> None:
+    for name in ("rl", "pivots"):
+        shutil.copytree(ROOT / "sample_data" / name, tmp_path / "sample_data" / name)
+    (tmp_path / "mopdctl").symlink_to(ROOT / "mopdctl")
+    tours = [*commands("RL on verifiable rewards"), *commands("PivotRL")]
+    assert len(tours) == 9
+    shown = {}
+    for command in tours:
+        done = run(command, tmp_path)
+        assert done.returncode == 0, (command, done.stderr[-2000:])
+        shown[command] = done.stdout
+    workspace = tmp_path / "workspace"
+    for name in ("sample-student", "sample-rl", "sample-agent"):
+        assert json.loads((workspace / "checkpoints" / name / "card.json").read_text("utf-8"))["name"] == name
+    whole, pivots = (useful_groups(workspace / "runs" / name, "errands") for name in ("sample-rl", "sample-agent"))
+    assert sum(useful_groups(workspace / "runs/sample-rl", "lookup")) > 0
+    assert 0 < sum(whole) < 16
+    assert sum(pivots[:3]) > 18
+    assert sum(pivots[:3]) > sum(pivots[-3:])
+    assert "abstention/1, state_replay/1" in shown["mopdctl store inspect sample-rl"]
+    selection = json.loads((workspace / "pivots/sample-errands/selection.json").read_text("utf-8"))
+    assert selection["alarm"] is None
+    assert selection["kept"] + sum(selection["dropped"].values()) == selection["candidates"] == 117
+    rows = (workspace / "data/sample-pivots.jsonl").read_text("utf-8").splitlines()
+    assert len(rows) == selection["kept"] > 3
+    assert {json.loads(row)["verifier"] for row in rows} == {"action"}
+    again = run(f"{commands('Verifiers')[0]}", tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
+SPECIALISTS = ("arithmetic", "instructions", "structured", "tools")
+TEACHERS = (*SPECIALISTS, "errands")
+
+
 def check_story(document: dict[str, Any]) -> None:
-    """What the quickstart promises: specialists that gain and forget, one student with most of it, beaten controls."""
+    """What the quickstart promises: RL that helps, teachers that gain and forget, one student with most of it."""
     scores, recovery = document["scores"], document["recovery"]
-    specialists = ("arithmetic", "instructions", "structured", "tools")
-    for domain in specialists:
-        assert scores[domain][domain] >= scores["student"][domain] + 25
+    before = scores["rlvr"]
+    assert max(before[domain] - scores["student"][domain] for domain in before) >= 10
+    for domain in TEACHERS:
+        assert scores[domain][domain] >= before[domain] + (25 if domain in SPECIALISTS else 10)
         again = scores.get(f"{domain}-2")
         assert again is None or again[domain] >= scores["mopd1"][domain] + 5
-    forgot = [
-        d for d in specialists if any(scores[d][o] <= scores["student"][o] - 10 for o in scores["student"] if o != d)
-    ]
+    forgot = [d for d in SPECIALISTS if any(scores[d][o] <= before[o] - 10 for o in before if o != d)]
     assert len(forgot) >= 2
     ok = [row for row in recovery["rows"] if row["status"] == "ok"]
-    assert {row["benchmark"] for row in ok} == set(specialists)
+    assert {row["benchmark"] for row in ok} == set(TEACHERS)
     assert all(row["recovery_pct"] >= 60 for row in ok)
     assert recovery["pooled"]["recovery_pct"] >= 80
     assert not any(row["gain_ci_high"] < 0 for row in recovery["rows"])
@@ -112,8 +223,8 @@ def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path)
     again = run("mopdctl quickstart", tmp_path, "--json")
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout)["recovery"] == document["recovery"]
-    tour = [c for c in commands() if re.search(r"workspace/|trial|mopdctl store|student-rollouts", c)]
-    assert len(tour) == 8
+    tour = [c for c in (*commands("Your own models"), *commands("Rollouts")) if "sample_data" not in c]
+    assert len(tour) == 9
     shown = {}
     for command in tour:
         done = run(command, tmp_path)

@@ -45,12 +45,16 @@ def rl(
     place.checkpoint(loaded.name)
     prepare_runtime()
     with stdout_reserved():
-        from mopdctl.rl.run import plan_rl, run_rl
+        from mopdctl.rl.inputs import describe, read_inputs
+        from mopdctl.rl.run import check_name, run_rl
 
         quiet_libraries()
-        document = plan_rl(loaded, place, base=config.parent, dry_run=dry_run)
-        if not dry_run:
+        inputs = read_inputs(loaded, place, base=config.parent)
+        document = describe(loaded, inputs)
+        if dry_run:
+            check_name(loaded, place, base=config.parent)
+        else:
             progress = step_progress(loaded.name, loaded.train.steps)
-            target = run_rl(loaded, place, base=config.parent, on_step=progress, on_note=note)
+            target = run_rl(loaded, place, base=config.parent, inputs=inputs, on_step=progress, on_note=note)
             document["checkpoint"] = str(target)
     show(document, as_json=as_json)

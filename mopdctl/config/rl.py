@@ -1,9 +1,10 @@
 """`rl.yaml`: a model, weighted environments of prompts that can be checked, and how GRPO trains on them."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mopdctl.config.base import Strict
 from mopdctl.config.judge import JudgeReward
@@ -86,9 +87,11 @@ class RlTrainConfig(OnPolicyConfig):
     """Processes that check answers; None takes one per core, at most 8."""
 
     @model_validator(mode="after")
-    def _soft_has_a_buffer(self) -> "RlTrainConfig":
+    def _settings_that_need_each_other(self) -> "RlTrainConfig":
         if (self.overlong == "soft") != (self.overlong_buffer > 0):
             raise ValueError("overlong: soft needs overlong_buffer, and nothing else does")
+        if self.reference is not None and not self.kl_weight:
+            raise ValueError("reference: is there for the KL; give kl_weight above 0, or leave it out")
         return self
 
 
@@ -104,8 +107,19 @@ class RlConfig(Strict):
     train: RlTrainConfig
     """The loop."""
 
+    @field_validator("environments")
+    @classmethod
+    def _plain_names(cls, value: dict[str, RlEnvironment]) -> dict[str, RlEnvironment]:
+        # They begin the ids of prompts, so that a slash could make two of them equal.
+        if bad := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
+            raise ValueError(f"name {bad[0]!r}: use letters, digits, '.', '_' or '-', beginning with a letter or digit")
+        return value
+
     @model_validator(mode="after")
     def _groups_have_others(self) -> "RlConfig":
         if self.train.group_size < 2 and any(e.teacher is None for e in self.environments.values()):
             raise ValueError("train.group_size: an answer alone has nothing to be compared with; take 2 or more")
+        shortest = min(e.max_new_tokens or self.train.max_new_tokens for e in self.environments.values())
+        if self.train.overlong_buffer > shortest:
+            raise ValueError(f"train.overlong_buffer: is longer than an answer of {shortest} tokens may be")
         return self

@@ -8,14 +8,15 @@ from time import perf_counter
 from mopdctl.config.rl import RlConfig
 from mopdctl.engines.base import Sampler
 from mopdctl.engines.hf import HFModel
+from mopdctl.errors import MopdctlError
 from mopdctl.records import Sample
-from mopdctl.rl.groups import Groups, Rated, form_groups, rate
+from mopdctl.rl.groups import Groups, Rated, checks_that_failed, form_groups, rate
 from mopdctl.rl.judge_mix import Judges
 from mopdctl.rl.mixture import Mixture, group_jobs, sampled_together
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.jobs import Job
 from mopdctl.rollouts.step import StepRollouts
-from mopdctl.rollouts.verdicts import judge
+from mopdctl.rollouts.verdicts import judge, verdicts_on
 from mopdctl.train import distributed
 from mopdctl.verifiers.pool import VerifierPool
 
@@ -40,30 +41,35 @@ class Collector:
         """This rank's samples of a step with their rewards, and the groups of all ranks.
 
         With `zero_variance: resample`, further prompts are drawn until there are `batch_size` groups that teach
-        something, or `max_resamples` rounds are over. Every rank comes to the same decision.
+        something, or `max_resamples` rounds are over, or there are no others. Every rank comes to the same decision.
+
+        Raises MopdctlError if not one answer could be checked: training would go on without learning anything.
         """
         train = self.config.train
         samples: list[Sample] = []
         rows, round_ = self.mixture.rows(step, train), 0
+        used = set(rows)
+        formed = sum(not self._is_taught(row) for row in rows)  # a teacher's prompts form no groups
         seconds: dict[str, float] = {}
         while True:
             jobs = group_jobs(self.book, rows, step=step, round_=round_, config=self.config)
             checked = self._sample_and_check(sampler, jobs, policy_version, seconds)
             samples += self.judges.judge(checked, step, self.rollouts.is_kept)
-            groups = form_groups(self._rated(samples), train)
-            wanted = train.batch_size - self._taught(step) - groups.useful
+            rated = self._rated(samples)
+            self._refuse_unchecked(rated, samples, step)
+            groups = form_groups(rated, train)
+            wanted = formed - groups.useful
             if train.zero_variance != "resample" or wanted <= 0 or round_ >= train.max_resamples:
                 break
+            rows = self.mixture.more_rows(step, round_ + 1, wanted, train, used=used)
+            if not rows:
+                break
             round_ += 1
-            rows = [row for row in self.mixture.more_rows(step, round_, wanted, train) if not self._is_taught(row)]
+            used.update(rows)
         self.seconds = seconds
         groups.metrics["rl/resample_rounds"] = round_
         groups.metrics.update(self.judges.take_metrics())
         return samples, groups
-
-    def _taught(self, step: int) -> int:
-        """Prompts of the step that a teacher judges: they form no groups, and none is drawn in their place."""
-        return sum(map(self._is_taught, self.mixture.rows(step, self.config.train)))
 
     def _is_taught(self, row: int) -> bool:
         name = self.mixture.prompts[row].routing["environment"]
@@ -82,7 +88,6 @@ class Collector:
 
     def _check(self, samples: Sequence[Sample], seconds: dict[str, float]) -> list[Sample]:
         """The samples with their verdicts; what was committed with one keeps it."""
-        prompts = {p.prompt_id: p for p in self.mixture.prompts}
         checked: list[Sample] = []
         for name in sorted({s.domain for s in samples}):
             own = [s for s in samples if s.domain == name]
@@ -91,17 +96,39 @@ class Collector:
                 continue
             fresh = [s for s in own if not self.rollouts.is_kept(s)]
             began = perf_counter()
-            found = {s.sample_id: s for s in judge(fresh, prompts, self.student, self.pool)}
+            found = {s.sample_id: s for s in judge(fresh, self.judges.prompts, self.student, self.pool)}
             seconds[name] = seconds.get(name, 0.0) + perf_counter() - began
             checked += [found.get(s.sample_id, s) for s in own]
         return checked
 
     def _rated(self, samples: Sequence[Sample]) -> list[Rated]:
         """What the answers of all ranks earned, those of a teacher's prompts aside."""
-        budgets = {p.prompt_id: self.book.budget(p) for p in self.mixture.prompts}
         own = [
-            rate(s, self.config.train, budget=budgets[s.prompt_id])
+            rate(s, self.config.train, budget=self.book.budget(self.judges.prompts[s.prompt_id]))
             for s in samples
             if self.config.environments[s.domain].teacher is None
         ]
         return [one for found in distributed.gather_objects(own) for one in found]
+
+    def _refuse_unchecked(self, rated: Sequence[Rated], samples: Sequence[Sample], step: int) -> None:
+        """Raises MopdctlError if there are answers and none could be checked. Nothing of the step is committed then."""
+        failed = checks_that_failed(rated)
+        if not failed:
+            return
+        words = [f"{name}: {_counted(states)}" for name, states in failed.items()]
+        # States are kept without their reasons; a check that fails again tells its own.
+        mute = [s for s in samples if not s.verdict_label and s.domain in failed]
+        again = [s for s in mute if self.config.environments[s.domain].asks_verifier][:1]
+        details = [v.detail for v in verdicts_on(again, self.judges.prompts, self.student, self.pool) if v is not None]
+        told = [f"tried again, the first says: {' '.join(detail.split())[:200]}" for detail in details if detail]
+        way_on = "once checks work, the same command goes on at this step"
+        for name, figures in self.judges.take_metrics().get("rl/judge", {}).items():
+            told.append(f"comparisons of {name}: {_counted(figures['judge_error'])}")
+            way_on = f"to ask the judge anew, remove {self.judges.folder / f'step-{step:06d}.jsonl'}"
+        raise MopdctlError(
+            "; ".join([f"step {step}: none of {len(rated)} answers could be checked", *words, *told, way_on])
+        )
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items())

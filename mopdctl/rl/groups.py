@@ -25,6 +25,8 @@ class Rated:
     state: str
     """`ok`, or why the verifier gave nothing; `masked` for an overlong answer that is left out."""
     label: str = ""
+    verdict: str = ""
+    """What the verifier said, of a masked answer too; empty where nobody checked."""
 
 
 def rate(sample: Sample, train: RlTrainConfig, *, budget: int) -> Rated:
@@ -43,7 +45,14 @@ def rate(sample: Sample, train: RlTrainConfig, *, budget: int) -> Rated:
     elif earned is not None and train.overlong == "soft":
         earned += overlong_penalty(len(sample.response_ids), budget=budget, buffer=train.overlong_buffer)
     return Rated(
-        sample.sample_id, sample.group_id, sample.domain, earned, sample.reward, state, sample.verdict_label or ""
+        sample.sample_id,
+        sample.group_id,
+        sample.domain,
+        earned,
+        sample.reward,
+        state,
+        sample.verdict_label or "",
+        sample.verdict or "",
     )
 
 
@@ -93,6 +102,20 @@ def form_groups(rated: Iterable[Rated], train: RlTrainConfig) -> Groups:
             advantages |= zip([r.sample_id for r in taking_part], found, strict=True)
     useful = sum(counts["useful"] for counts in kinds.values())
     return Groups(advantages, useful, _metrics(everyone, kinds))
+
+
+def checks_that_failed(rated: Iterable[Rated]) -> dict[str, dict[str, int]]:
+    """Environment to state (or its label) to answers, if there are some and not one could be checked; else empty.
+
+    A response without the form that was asked for has been checked. One that ran past its limits has not: no model
+    writes such answers alone, a machine that is too slow for its limits does.
+    """
+    failed: dict[str, Counter[str]] = {}
+    for one in rated:
+        if one.verdict in (VerdictState.OK, VerdictState.PARSE_ERROR):
+            return {}
+        failed.setdefault(one.environment, Counter())[one.label or one.verdict or "unverified"] += 1
+    return {name: dict(sorted(counts.items())) for name, counts in sorted(failed.items())}
 
 
 def _metrics(rated: Sequence[Rated], kinds: dict[str, Counter[str]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ unanswered ends the run, which would learn from the rest alone.
 import asyncio
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from mopdctl.config.judge import JudgeReward
@@ -20,6 +20,8 @@ from mopdctl.rl.judge_journal import OK, Entry, ReplyJournal
 
 REJECTED = "rejected"
 
+_NOTE_AFTER = 5
+"""Failures in a row that a person should hear of."""
 _FAILING_AFTER = 20
 """Failures in a row from which the server has an outage, which is no fault of the requests that meet it."""
 _DOWN_AFTER_S = 120.0
@@ -31,9 +33,17 @@ _PATIENCE_S = 3600.0
 class Asking:
     """One round of questions to one judge. What is on its way when the round ends early is waited for: it is paid."""
 
-    def __init__(self, name: str, judge: JudgeReward, engine: ChatEngine, journal: ReplyJournal) -> None:
+    def __init__(
+        self,
+        name: str,
+        judge: JudgeReward,
+        engine: ChatEngine,
+        journal: ReplyJournal,
+        on_note: Callable[[str], None] = lambda line: None,
+    ) -> None:
         """`name` is the environment's."""
         self._name, self._judge, self._engine, self._journal = name, judge, engine, journal
+        self._on_note = on_note
         self._pace = Pace(judge.max_concurrency)
         self._rng = random.Random()
         self._sending: set[asyncio.Task[None] | None] = set()
@@ -90,7 +100,7 @@ class Asking:
     async def _request(self, request: Request) -> None:
         """Tries until there is an answer, it is given up, or the round is over."""
         failures, limited_since = 0, None
-        while (reply := await self._send(request)) is not None:
+        while not self._over.is_set() and (reply := await self._send(request)) is not None:
             if reply.document is not None:
                 self._failures_in_a_row = 0
                 self._journal.add(Entry(request.key, OK, reply.raw.decode()))
@@ -107,7 +117,7 @@ class Asking:
                     return
                 continue
             limited_since = None
-            failures += self._in_a_row() < _FAILING_AFTER
+            failures += self._in_a_row(reply) < _FAILING_AFTER
             if failures >= self._judge.max_attempts:
                 self._give_up(request, reply)
                 return
@@ -136,11 +146,15 @@ class Asking:
             self._sending.discard(asyncio.current_task())
             self._pace.release(taken_at, outcome, retry_after_s=reply.retry_after_s if reply else None)
 
-    def _in_a_row(self) -> int:
+    def _in_a_row(self, reply: Reply) -> int:
         """Counts one more failure."""
         if not self._failures_in_a_row:
             self._failing_since = time.monotonic()
         self._failures_in_a_row += 1
+        if self._failures_in_a_row == _NOTE_AFTER:
+            self._on_note(
+                f"environment {self._name!r}: {_NOTE_AFTER} failures of the judge in a row ({reply.detail}); trying on"
+            )
         return self._failures_in_a_row
 
     def _is_down(self, reply: Reply) -> bool:

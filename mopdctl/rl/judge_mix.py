@@ -12,7 +12,6 @@ from mopdctl.config.judge import JudgeReward
 from mopdctl.config.rl import RlConfig
 from mopdctl.engines.chat import ChatEngine
 from mopdctl.engines.openai import OpenAIServer
-from mopdctl.errors import MopdctlError
 from mopdctl.records import Prompt, Sample
 from mopdctl.rl.judge import (
     PROMPT_VERSION,
@@ -89,22 +88,14 @@ class Judges:
         """The samples of whole groups with what judge and verifier give them together; others as they are.
 
         Those that `is_kept` finds committed keep their reward: their replies are only counted again. Raises
-        MopdctlError on all ranks if a judge is down.
+        MopdctlError if a judge is down.
         """
         if all(environment.judge is None for environment in self.config.environments.values()):
             return list(samples)
         began = perf_counter()
         judged = self._judged(samples, is_kept)
         everyone = [one for found in distributed.gather_objects(judged) for one in found]
-        answer: dict[str, float | None] | MopdctlError = {}
-        if distributed.rank() == 0:
-            try:
-                answer = self._rewards(everyone, step)
-            except MopdctlError as error:
-                answer = error
-        rewards = distributed.gather_objects(answer)[0]
-        if isinstance(rewards, MopdctlError):
-            raise rewards
+        rewards = distributed.gather_objects(self._rewards(everyone, step) if distributed.rank() == 0 else {})[0]
         self.seconds += perf_counter() - began
         return [s if is_kept(s) else self._mixed(s, rewards.get(s.sample_id)) for s in samples]
 
@@ -185,20 +176,18 @@ class Judges:
         return plan_group(prompt, [one.answer for one in members], self._judge(members[0]), seed=seed)
 
     async def _ask(self, requests: Mapping[str, Sequence[Request]], journal: ReplyJournal) -> None:
-        """The judges of all environments side by side; one that is down does not keep the others from answering."""
+        """The judges of all environments side by side; what is on its way when one turns out to be down is kept."""
 
         async def ask(name: str) -> None:
             judge = self.config.environments[name].judge
             assert judge is not None
             engine = self.open_engine(judge)
             try:
-                await Asking(name, judge, engine, journal).ask(requests[name])
+                await Asking(name, judge, engine, journal, self.on_note).ask(requests[name])
             finally:
                 await engine.close()
 
-        for result in await asyncio.gather(*map(ask, requests), return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        await asyncio.gather(*map(ask, requests))
 
 
 def _read(journal: ReplyJournal, scale: tuple[int, int], key: str) -> Reading:

@@ -1,12 +1,16 @@
 """The prompts of an RL run: several environments mixed by weight, and which of them are sampled together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mopdctl.config.rl import RlConfig, RlTrainConfig
 from mopdctl.engines.base import stream_seed
-from mopdctl.errors import InputError
 from mopdctl.records import Prompt
 from mopdctl.rollouts.book import AnswerSettings, PromptBook
 from mopdctl.rollouts.held_out import check_all_verifiable
@@ -23,34 +27,59 @@ class Mixture:
     """Their ids begin with the environment's name, and `routing["environment"]` is it."""
     sizes: list[int]
     weights: list[float]
+    taught: frozenset[int] = frozenset()
+    """Numbers of the environments whose answers a teacher judges: they earn nothing and form no groups."""
 
     def rows(self, step: int, train: RlTrainConfig) -> list[int]:
         """The rows of optimizer step `step` (from 0). An environment uses every row once before any again."""
         first = step * train.batch_size
-        drawn = draw_mixture(first + train.batch_size, self.sizes, self.weights, train.seed)
-        return [int(row) for row in drawn[first:]]
+        count = max(train.steps * train.batch_size, first + train.batch_size)
+        drawn = _draw(count, tuple(self.sizes), tuple(self.weights), train.seed)
+        return [int(row) for row in drawn[first : first + train.batch_size]]
 
-    def more_rows(self, step: int, round_: int, count: int, train: RlTrainConfig) -> list[int]:
-        """`count` further rows for round `round_` (from 1) of a step, in place of groups that teach nothing."""
+    def more_rows(
+        self, step: int, round_: int, count: int, train: RlTrainConfig, *, used: Collection[int] = ()
+    ) -> list[int]:
+        """Up to `count` further rows for round `round_` (from 1) of a step, in place of groups that teach nothing.
+
+        They are different rows of rewarded environments, and none of `used`. Fewer come where an environment has so few
+        that its turn brings none that is new.
+        """
+        parts = [part for part in range(len(self.sizes)) if part not in self.taught]
+        sizes, weights = [self.sizes[part] for part in parts], [self.weights[part] for part in parts]
         seed = stream_seed(train.seed, "resample", step, round_)
-        return [int(row) for row in draw_mixture(count, self.sizes, self.weights, seed)]
+        drawn = draw_mixture(count + len(used), sizes, weights, seed)
+        # From rows of these parts laid end to end to rows of all of them.
+        ends, starts = np.cumsum(sizes), [0, *accumulate(self.sizes)]
+        part_of = np.searchsorted(ends, drawn, side="right")
+        moved = np.array([starts[part] for part in parts]) - (ends - np.array(sizes))
+        fresh = dict.fromkeys(int(row) for row in drawn + moved[part_of])
+        return [row for row in fresh if row not in used][:count]
+
+
+@lru_cache(maxsize=2)
+def _draw(count: int, sizes: tuple[int, ...], weights: tuple[float, ...], seed: int) -> NDArray[np.int64]:
+    """All rows of a run, drawn at once: a draw for each step would cost more with every step."""
+    return draw_mixture(count, sizes, weights, seed)
 
 
 def read_mixture(config: RlConfig, *, base: Path) -> Mixture:
     """Reads every environment's prompts. Raises InputError naming the row for one whose answers nobody can check."""
     prompts: list[Prompt] = []
+    checked: list[Prompt] = []
     sizes = []
     for name, environment in config.environments.items():
         found = read_prompts(base / environment.prompts, ())
-        if not found:
-            raise InputError(f"{base / environment.prompts}: holds no prompts; environment {name!r} needs some")
-        if environment.teacher is None and environment.asks_verifier:
-            check_all_verifiable(found)
+        if environment.asks_verifier:  # a teacher's prompts need no verifier; if they have one, it is asked as well
+            checked += [p for p in found if environment.teacher is None or p.verifier is not None]
         for prompt in found:
             routing = {"environment": name}
             prompts.append(replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", routing=routing))
         sizes.append(len(found))
-    return Mixture(prompts, sizes, [environment.weight for environment in config.environments.values()])
+    check_all_verifiable(checked)
+    weights = [environment.weight for environment in config.environments.values()]
+    taught = frozenset(n for n, e in enumerate(config.environments.values()) if e.teacher is not None)
+    return Mixture(prompts, sizes, weights, taught)
 
 
 def answer_settings(config: RlConfig, prompt: Prompt) -> AnswerSettings:

@@ -1,66 +1,38 @@
 """The GRPO loop: sample groups, check them, compare within each group, update, keep."""
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from mopdctl.config.rl import RlConfig
+from mopdctl.config.rl import RlConfig, RlTrainConfig
 from mopdctl.engines.hf import HFModel
-from mopdctl.engines.tokenizers import differences, identify, tokenizer_fingerprint
+from mopdctl.engines.tokenizers import tokenizer_fingerprint
 from mopdctl.errors import InputError
 from mopdctl.files import file_digest
 from mopdctl.records import Sample
-from mopdctl.rl import held_out
 from mopdctl.rl.collect import Collector
 from mopdctl.rl.groups import Groups
-from mopdctl.rl.judge_mix import Judges, check_judges
+from mopdctl.rl.inputs import REFERENCE, Inputs, read_inputs
+from mopdctl.rl.judge_mix import Judges
 from mopdctl.rl.losses import DISTILLATION, REWARD, policy_loss
-from mopdctl.rl.mixture import Mixture, answer_settings, read_mixture
-from mopdctl.rollouts.book import PromptBook
-from mopdctl.rollouts.held_out import read_held_out
+from mopdctl.rollouts.generate import Tools
 from mopdctl.rollouts.step import OnNote, StepRollouts
-from mopdctl.rollouts.tools import environment_tools
-from mopdctl.runs import Workspace, check_name_is_ours, finished, model_identity, read_metrics
+from mopdctl.runs import Workspace, check_name_is_ours, model_identity, read_metrics
 from mopdctl.train import distributed
 from mopdctl.train.batch import TrainSequence
 from mopdctl.train.loop import rollout_metrics, snapshot_of, update
-from mopdctl.train.policy import over_response, train_sequence
+from mopdctl.train.policy import over_response, train_sequence, with_teacher_logprobs
 from mopdctl.train.session import Clock, OnStep, Session, sole_writer
 from mopdctl.verifiers.pool import Limits, VerifierPool
 
 
-def plan_rl(config: RlConfig, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
-    """Everything that can be checked without loading a model: prompts, references, model arguments. Writes nothing.
-
-    `dry_run` also checks whether the name is free: that reads all weights, and `run_rl` does it anyway.
-    """
-    mixture = read_mixture(config, base=base)
-    check_judges(config)
-    if config.train.eval_prompts:
-        read_held_out(config.train, ("domain",), base=base)
-    start = workspace.resolve_model(config.model, relative_to=base)
-    for model in _other_models(config).values():
-        workspace.resolve_model(model, relative_to=base)
-    if dry_run:
-        record = _record(config, workspace, base)
-        check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
-    train = config.train
-    groups = train.steps * train.batch_size
-    return {
-        "name": config.name,
-        "model": start,
-        "environments": {
-            name: {"prompts": size, "share": weight / sum(mixture.weights)}
-            for name, size, weight in zip(config.environments, mixture.sizes, mixture.weights, strict=True)
-        },
-        "steps": train.steps,
-        "groups": groups,
-        "samples": groups * train.group_size,
-    }
+def check_name(config: RlConfig, workspace: Workspace, *, base: Path) -> None:
+    """Raises InputError if something else has the run's name, finished or begun. Reads all weights, writes nothing."""
+    record = _record(config, workspace, base)
+    check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
 
 
 def run_rl(
@@ -68,44 +40,37 @@ def run_rl(
     workspace: Workspace,
     *,
     base: Path,
+    inputs: Inputs | None = None,
     on_step: OnStep = lambda step, row: None,
     on_note: OnNote = lambda line: None,
 ) -> Path:
     """Trains `config.model` on its environments and writes the checkpoint `config.name`; returns its folder.
 
     All input is checked before the first step. A killed run goes on from its last state and repeats the steps since
-    then exactly; a finished one is left as it is. `base` is the folder that relative paths start from.
+    then exactly; a finished one is left as it is. `base` is the folder that relative paths start from; `inputs` are
+    those of the configuration, where they are read already. Raises MopdctlError if no answer of a step can be checked.
     """
     train = config.train
     record = _record(config, workspace, base)
     target, folder = workspace.checkpoint(config.name), workspace.run(config.name)
     distributed.start()
     torch.manual_seed(train.seed)
-    if finished(target, folder, record):
+    check_name_is_ours(target, folder, record)
+    if target.exists():
         return target
-    mixture = read_mixture(config, base=base)
-    check_judges(config)
-    held = read_held_out(train, ("domain",), base=base) if train.eval_every else []
-    start = workspace.resolve_model(config.model, relative_to=base)
-    student = HFModel.load(start, dtype=train.dtype, train=True, batch_size=train.sampling_batch_size)
-    scorers = _load_scorers(config, student, workspace, base=base)
-    max_length = min(model.max_length for model in (student, *scorers.values()))
-    book = PromptBook(student, mixture.prompts, lambda p: answer_settings(config, p), max_length=max_length)
-    for step in range(train.steps):
-        for row in mixture.rows(step, train):
-            book.token_ids(row)
-    measure = held_out.prepare(student, held, train, max_length=max_length)
+    inputs = inputs or read_inputs(config, workspace, base=base)
+    student = HFModel.load(inputs.start, dtype=train.dtype, train=True, batch_size=train.sampling_batch_size)
+    scorers = _load_scorers(config, student, inputs.scorers)
     with sole_writer(folder, target, record) as ours:
         if not ours:
             return target
         session = Session(folder, student, train)
         snapshot = snapshot_of(student, session.extra) if train.staleness else None
         algorithm = policy_loss(train)
-        limits = Limits(seconds=train.verifier_seconds, memory_mb=train.verifier_memory_mb)
-        with VerifierPool(train.verifier_workers, limits) as pool:
-            rollouts = _rollouts(config, workspace, student, mixture, record, on_note)
-            judges = Judges(config, folder / "judge", {p.prompt_id: p for p in mixture.prompts}, student, on_note)
-            collector = Collector(config, mixture, book, student, pool, rollouts, judges)
+        with _pool(train) as pool:
+            rollouts = _rollouts(config, workspace, student, inputs.tools, record, on_note)
+            judges = Judges(config, folder / "judge", inputs.prompts, student, on_note)
+            collector = Collector(config, inputs.mixture, inputs.book, student, pool, rollouts, judges)
             collector.lengths = _last_lengths(folder, session.first)
             for step in range(session.first, train.steps):
                 clock = Clock()
@@ -119,27 +84,36 @@ def run_rl(
                 with clock.stage("update"):
                     result, norm = update(student, session.optimizers, sequences, algorithm, step, train)
                 with clock.stage("store"):
-                    scored = _teacher_logprobs(sequences)
-                    collector.rollouts.keep([_with_teacher(s, scored) for s in samples])
+                    rollouts.keep(with_teacher_logprobs(samples, sequences))
                 answers = [(s.domain, len(s.response_ids), s.finish_reason) for s in samples]
                 metrics = {"step": step, **rollout_metrics(step, result, norm, answers, train)}
-                metrics |= groups.metrics | clock.metrics()
+                metrics |= {"rl/updates": train.inner_steps if norm else 0} | groups.metrics | clock.metrics()
                 metrics["perf/verify_s"] = {name: round(s, 4) for name, s in sorted(collector.seconds.items())}
                 collector.lengths = metrics["rollout/response_length"]
                 if train.eval_every and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
-                    metrics["held_out/score"] = measure.scores(student)
+                    assert inputs.held_out is not None
+                    metrics |= inputs.held_out.metrics(student, pool)
                 session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
                 on_step(step + 1, metrics)
-            collector.rollouts.close()
+            rollouts.close()
         session.publish(target, _card(config, record), record)
     return target
+
+
+_MOST_WORKERS = 8
+"""Verifiers that start by default: each loads what checks need, and every rank has its own."""
+
+
+def _pool(train: RlTrainConfig) -> VerifierPool:
+    workers = train.verifier_workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return VerifierPool(workers, Limits(seconds=train.verifier_seconds, memory_mb=train.verifier_memory_mb))
 
 
 def _rollouts(
     config: RlConfig,
     workspace: Workspace,
     student: HFModel,
-    mixture: Mixture,
+    tools: Tools | None,
     record: dict[str, Any],
     on_note: OnNote,
 ) -> StepRollouts:
@@ -150,48 +124,33 @@ def _rollouts(
         sampling={"model": record["model"]} | train.model_dump(include={"temperature", "max_new_tokens"}),
         temperature=train.temperature,
         durability=train.durability,
-        tools=environment_tools({prompt.prompt_id: prompt for prompt in mixture.prompts}, student),
+        tools=tools,
         on_note=on_note,
     )
 
 
 def _last_lengths(folder: Path, first: int) -> Mapping[str, float]:
-    """The mean response lengths of the step before `first`, so that a resumed run samples in the same batches."""
-    if not first:
-        return {}
+    """The mean response lengths of the step before `first`, so that a resumed run samples in the same batches.
+
+    A machine that died may have kept that step's state and lost its metrics: batches are then those of a first step.
+    """
     rows = [row for row in read_metrics(folder) if row["step"] == first - 1]
-    return dict(rows[-1]["rollout/response_length"])
+    return dict(rows[-1]["rollout/response_length"]) if rows else {}
 
 
-REFERENCE = "@reference"
-"""Stands beside the environments' names, and cannot be one of them."""
-
-
-def _other_models(config: RlConfig) -> dict[str, str]:
-    """Environment to its teacher, and the reference of the KL where there is one."""
-    found = {name: e.teacher for name, e in config.environments.items() if e.teacher is not None}
-    if config.train.kl_weight > 0:
-        found[REFERENCE] = config.train.reference or config.model
-    return found
-
-
-def _load_scorers(config: RlConfig, student: HFModel, workspace: Workspace, *, base: Path) -> dict[str, HFModel]:
-    """Teachers by environment, and the reference; each checkpoint once. All have to read the student's tokens."""
+def _load_scorers(config: RlConfig, student: HFModel, scorers: Mapping[str, str]) -> dict[str, HFModel]:
+    """Teachers by environment, and the reference; each checkpoint once."""
     loaded: dict[str, HFModel] = {}
-    found = {}
-    own = identify(student)
-    for name, model in _other_models(config).items():
-        path = workspace.resolve_model(model, relative_to=base)
+    for name, path in scorers.items():
         if path not in loaded:
             loaded[path] = HFModel.load(path, dtype=config.train.dtype, batch_size=config.train.sampling_batch_size)
-            if differing := differences(own, identify(loaded[path])):
-                who = "the reference" if name == REFERENCE else f"the teacher of environment {name!r}"
-                raise InputError(
-                    f"{who} ({model}): differs from {config.model} in {'; '.join(differing)}; it must read the "
-                    "student's tokens as the student wrote them"
-                )
-        found[name] = loaded[path]
-    return found
+        if loaded[path].vocab_size != student.vocab_size:
+            who = "the reference" if name == REFERENCE else f"the teacher of environment {name!r}"
+            raise InputError(
+                f"{who} ({path}): its embedding has {loaded[path].vocab_size} rows for the {student.vocab_size} tokens "
+                "of the student; every token needs one"
+            )
+    return {name: loaded[path] for name, path in scorers.items()}
 
 
 def _sequences(
@@ -230,21 +189,6 @@ def _sequences(
             )
         )
     return sequences
-
-
-def _teacher_logprobs(sequences: Sequence[TrainSequence]) -> dict[str, list[float]]:
-    """Sample id to the teacher's log-probability of each loss-active token, of the samples that have a teacher."""
-    return {
-        s.sample_id: [v for v, active in zip(s.streams["teacher_logprobs"], s.loss_mask, strict=True) if active]
-        for s in sequences
-        if "teacher_logprobs" in s.streams
-    }
-
-
-def _with_teacher(sample: Sample, teacher_logprobs: Mapping[str, Sequence[float]]) -> Sample:
-    """The sample with its teacher's log-probability of each loss-active token, where it has a teacher."""
-    found = teacher_logprobs.get(sample.sample_id)
-    return sample if found is None else replace(sample, teacher_logprobs=np.array(found, np.float32))
 
 
 def _record(config: RlConfig, workspace: Workspace, base: Path) -> dict[str, Any]:

@@ -1,12 +1,22 @@
 """Prompts as token ids, each tokenized once and remembered, with the room that its answer gets."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt
 from mopdctl.train.data import prompt_token_ids
+from mopdctl.train.spans import ChatModel
+
+
+class Reader(ChatModel, Protocol):
+    """Who reads prompts: a model, or what is known of it without its weights."""
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,7 @@ class PromptBook:
 
     def __init__(
         self,
-        model: HFModel,
+        model: Reader,
         prompts: Sequence[Prompt],
         settings: Callable[[Prompt], AnswerSettings],
         *,
@@ -33,7 +43,7 @@ class PromptBook:
         self._model, self._settings = model, settings
         self._max_length = min(max_length or model.max_length, model.max_length)
         self.prompts = prompts
-        self._ids: dict[int, tuple[int, ...]] = {}
+        self._ids: dict[int, array[int]] = {}  # a tuple of integers takes nine times the room
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -41,6 +51,10 @@ class PromptBook:
     def budget(self, prompt: Prompt) -> int:
         """The token budget of a prompt's answer."""
         return self._settings(prompt).max_new_tokens
+
+    def template_kwargs(self, prompt: Prompt) -> Mapping[str, str | bool | int]:
+        """What the chat template is told beside a prompt's messages and tools."""
+        return self._settings(prompt).template_kwargs
 
     def token_ids(self, row: int) -> tuple[int, ...]:
         """The prompt's ids. Raises InputError if prompt and budget do not fit into the model's context."""
@@ -56,5 +70,5 @@ class PromptBook:
                     f"not fit into the model's context of {self._max_length}; shorten the prompt or lower "
                     "max_new_tokens"
                 )
-            self._ids[row] = tuple(ids)
-        return self._ids[row]
+            self._ids[row] = array("i", ids)
+        return tuple(self._ids[row])

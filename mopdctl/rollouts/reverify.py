@@ -22,7 +22,7 @@ from mopdctl.verifiers.pool import VerifierPool
 
 BATCH = 1024
 """Samples that are in memory together, more or less."""
-NO_PROMPT, OTHER_PROMPT, NO_VERIFIER = "no_prompt", "other_prompt", "no_verifier"
+NO_PROMPT, OTHER_PROMPT, NO_VERIFIER, JUDGED = "no_prompt", "other_prompt", "no_verifier", "judged_by_a_model"
 
 OnNote = Callable[[str], None]
 
@@ -88,7 +88,7 @@ class Tally:
     judged: Counter[str] = field(default_factory=Counter)
     """States of those that had no verdict before."""
     changed: Counter[str] = field(default_factory=Counter)
-    left: dict[str, list[str]] = field(default_factory=lambda: {NO_PROMPT: [], OTHER_PROMPT: [], NO_VERIFIER: []})
+    left: dict[str, list[str]] = field(default_factory=lambda: {NO_PROMPT: [], OTHER_PROMPT: [], NO_VERIFIER: [], JUDGED: []})
     """Prompt ids of the samples that keep what they had, by reason."""
     trouble: Trouble = field(default_factory=Trouble)
 
@@ -107,6 +107,7 @@ class Tally:
         """What stays as it was although it could not be checked, for a human."""
         why = {NO_PROMPT: f"{prompts} does not have their prompts", OTHER_PROMPT: f"{prompts} has other prompts there"}
         lines = []
+        why[JUDGED] = "a judge had a say in their reward, and a verifier alone cannot give it again"
         for reason, text in why.items():
             if ids := self.left[reason]:
                 names = sorted(set(ids))
@@ -169,6 +170,8 @@ def _check(store: Store, by_id: dict[str, Prompt], reader: Reader, pool: Pool, t
                 same[key] = _answers(sample, prompt, reader)
             if not same[key]:
                 tally.left[OTHER_PROMPT].append(sample.prompt_id)
+            elif (sample.verifier or "").startswith(("mix:", "judge/")):
+                tally.left[JUDGED].append(sample.prompt_id)
             elif prompt.verifier is None:
                 tally.left[NO_VERIFIER].append(sample.prompt_id)
             else:

@@ -1,6 +1,7 @@
 """One step of an on-policy trainer once its samples have their streams: update and metrics."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from mopdctl.config.train import OnPolicyConfig
 from mopdctl.engines.hf import HFModel
+from mopdctl.errors import MopdctlError
 from mopdctl.train import distributed
 from mopdctl.train.batch import TrainSequence, cut
 from mopdctl.train.optimizer import Optimizers, learning_rate
@@ -24,7 +26,8 @@ def update(
 ) -> tuple[Accumulated, float]:
     """One or more optimizer steps on one batch; returns the first accumulation and its gradient norm.
 
-    The clip fraction alone is that of the last inner step: in the first one nothing can be clipped.
+    A batch without a gradient (norm 0) leaves weights and optimizer as they are. The clip fraction alone is that of the
+    last inner step: in the first one nothing can be clipped. Raises MopdctlError for a gradient that is not finite.
     """
     micro_batches = cut(
         sequences,
@@ -37,12 +40,26 @@ def update(
     for inner in range(train.inner_steps):
         shares = inner == 0 and step % train.grad_share_every == 0
         result = accumulate(student, micro_batches, algorithm, per_teacher_norms=shares)
-        norm = optimizers.step(learning_rate(step, train), train.max_grad_norm)
+        norm = _step(optimizers, learning_rate(step, train), train.max_grad_norm)
+        if not math.isfinite(norm):
+            raise MopdctlError(
+                f"step {step}: the gradient's norm is {norm}, and nothing of this step is kept; "
+                "begin again under another name, with a lower learning_rate or dtype: float32"
+            )
         first = first or (result, norm)
         for name in result.means.keys() & {"policy/clip_fraction"}:
             first[0].means[name] = result.means[name]
     assert first is not None
     return first
+
+
+def _step(optimizers: Optimizers, rate: float, max_grad_norm: float) -> float:
+    """An optimizer step, and the gradient's norm. Momentum and weight decay would move weights without a gradient."""
+    if any(p.grad is not None and bool(p.grad.any()) for p in optimizers.parameters):
+        return optimizers.step(rate, max_grad_norm)
+    for parameter in optimizers.parameters:
+        parameter.grad = None
+    return 0.0
 
 
 def snapshot_of(student: HFModel, extra: Mapping[str, Tensor]) -> HFModel:

@@ -1,6 +1,7 @@
 """What the on-policy trainers share: a sample as a training sequence, and the correction of its tokens' weight."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -42,6 +43,22 @@ def train_sequence(
         streams=found,
         component=component,
     )
+
+
+def with_teacher_logprobs(samples: Sequence[Sample], sequences: Sequence[TrainSequence]) -> list[Sample]:
+    """The samples, in order, with the stream `teacher_logprobs` of their sequence at loss-active tokens, if it has one.
+
+    A sample without such a sequence comes back as it is.
+    """
+    found = {
+        s.sample_id: [v for v, active in zip(s.streams["teacher_logprobs"], s.loss_mask, strict=True) if active]
+        for s in sequences
+        if "teacher_logprobs" in s.streams
+    }
+    return [
+        replace(s, teacher_logprobs=np.array(found[s.sample_id], np.float32)) if s.sample_id in found else s
+        for s in samples
+    ]
 
 
 def check_streams(sample: Sample, streams: Streams) -> None:

@@ -1,6 +1,5 @@
 """Answering or saying that one does not know: three outcomes, and the two figures that have to stand side by side."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +18,11 @@ PHRASES = (
 )  # fmt: skip
 _OWN_KEYS = {"verifier", "abstain", "rewards", "answerable"}
 
+_RAISED = {
+    VerdictState.PARSE_ERROR: ParseError,
+    VerdictState.TIMEOUT: LimitError,
+    VerdictState.INVALID_REFERENCE: InvalidReferenceError,
+}
 # What may stand beside an abstaining phrase without being an answer.
 _FILLERS = frozenset(
     """
@@ -61,10 +65,8 @@ def abstention(attempt: Attempt) -> Outcome:
         label, detail = "wrong", "answers where there is no answer"
     else:
         verdict = _judged(reference, replace(attempt, reference=inner))
-        if verdict.state is VerdictState.PARSE_ERROR:
-            raise ParseError(verdict.detail)
-        if verdict.state is VerdictState.TIMEOUT:
-            raise LimitError(verdict.detail)
+        if verdict.state in _RAISED:
+            raise _RAISED[verdict.state](verdict.detail)
         if verdict.state is not VerdictState.OK:
             raise RuntimeError(f"{verdict.verifier}: {verdict.detail}")
         label, detail = ("correct" if verdict.reward == 1 else "wrong"), verdict.detail
@@ -101,12 +103,11 @@ def _rewards(reference: Any) -> dict[str, float]:
     if not isinstance(rewards, dict) or rewards.keys() != REWARDS.keys():
         raise InvalidReferenceError(f"'rewards' needs just {', '.join(LABELS)}")
     for label, value in rewards.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidReferenceError(f"'rewards': {label} {value!r} is not a number")
-    correct, abstained, wrong = (float(rewards[label]) for label in LABELS)
-    if not 1 >= correct > abstained >= wrong >= 0:
+    if not 1 >= rewards["correct"] > rewards["abstained"] >= rewards["wrong"] >= 0:  # nor is one of them NaN
         raise InvalidReferenceError("'rewards' need 1 >= correct > abstained >= wrong >= 0")
-    return {"correct": correct, "abstained": abstained, "wrong": wrong}
+    return {label: float(rewards[label]) for label in LABELS}
 
 
 def _phrases(phrases: Any) -> re.Pattern[str]:

@@ -5,9 +5,10 @@ from typing import Any
 from mopdctl.verifiers import nemo_gym
 from mopdctl.verifiers.arguments import TextOptions, same_text
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome, ParseError
+from mopdctl.verifiers.documents import parse_json
+from mopdctl.verifiers.fences import without_reasoning
 from mopdctl.verifiers.matching import Call, Match, check_expected, compare_calls, read_match
-from mopdctl.verifiers.structured import parse_json
-from mopdctl.verifiers.tool_call import read_turn, without_reasoning
+from mopdctl.verifiers.tool_call import read_turn
 from mopdctl.verifiers.tool_schemas import tool_schemas
 
 _KEYS = {
@@ -72,7 +73,7 @@ def _compared(message: str, expected: str, match: Match) -> Outcome:
 def _expected(reference: Any) -> tuple[str, list[Call]]:
     """The kind of the expected action and its calls. InvalidReferenceError where it cannot be read."""
     kind = reference.get("type") if isinstance(reference, dict) else None
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise InvalidReferenceError(f"reference has no 'type' out of {', '.join(_KEYS)}")
     known = _KEYS[kind] | {"type", "match", "compat"} | _BOOKKEEPING
     if unknown := sorted(str(key) for key in reference.keys() - known):

@@ -7,7 +7,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mopdctl.verifiers.tool_schemas import Schema, branches, resolved, schema_of
+from mopdctl.verifiers.base import levels
+from mopdctl.verifiers.tool_schemas import (
+    Schema,
+    branches,
+    canonical,
+    fits_kept_in_mind,
+    item_node,
+    member_node,
+    properties_of,
+    schema_of,
+)
 
 MAX_DEPTH = 64
 """Levels of nesting that a value may have; deeper ones are refused, so that no comparison runs out of stack."""
@@ -61,7 +71,9 @@ def same_arguments(
     """
     root = schema_of(schema) if schema is not None else None
     node = root.schema if root else None
-    difference = _difference(canonical(got, root, node), canonical(expected, root, node), root, node, options, "")
+    got, expected = canonical(got, root, node), canonical(expected, root, node)
+    with fits_kept_in_mind():
+        difference = _difference(got, expected, root, node, options, "")
     return not difference, difference
 
 
@@ -109,78 +121,13 @@ def _negations(words: Counter[str]) -> int:
 
 def unusable(value: Any) -> str:
     """Why a JSON value cannot be compared (too deep, a number that is not finite), or an empty text."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
+    for depth, level in enumerate(levels(value)):
+        if depth == MAX_DEPTH:
+            return f"nested deeper than {MAX_DEPTH} levels"
         for item in level:
             if isinstance(item, float) and not math.isfinite(item):
                 return f"{item} is no JSON number"
-            if isinstance(item, dict):
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-        if not below:
-            return ""
-        level = below
-    return f"nested deeper than {MAX_DEPTH} levels"
-
-
-def canonical(value: Any, root: Schema | None, node: Any) -> Any:
-    """The value with defaults spelled out and the nulls of optional parameters dropped, as `same_arguments` says.
-
-    `node` is the part of the schema `root` that speaks about the value.
-    """
-    if root is None or not isinstance(value, dict | list):
-        return value
-    nodes = branches(root, node, value)
-    if isinstance(value, list):
-        return [canonical(item, root, _item_node(nodes, i)) for i, item in enumerate(value)]
-    properties = _properties(nodes)
-    required = {name for each in nodes for name in each.get("required", ())}
-    found: dict[str, Any] = {}
-    for name, item in value.items():
-        if item is None and name in properties and name not in required and not _null_counts(root, properties[name]):
-            continue
-        found[name] = canonical(item, root, _member_node(nodes, properties, name))
-    for name, inner in properties.items():
-        default = _default(root, inner)
-        if name not in found and name not in required and default is not None:
-            found[name] = canonical(default, root, inner)
-    return found
-
-
-def _properties(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in nodes:
-        for name, inner in each.get("properties", {}).items():
-            found.setdefault(name, inner)
-    return found
-
-
-def _member_node(nodes: Sequence[dict[str, Any]], properties: dict[str, Any], name: str) -> Any:
-    if name in properties:
-        return properties[name]
-    return next((each["additionalProperties"] for each in nodes if "additionalProperties" in each), None)
-
-
-def _item_node(nodes: Sequence[dict[str, Any]], i: int) -> Any:
-    for each in nodes:
-        items = each.get("items")
-        by_position = items if isinstance(items, list) else each.get("prefixItems", [])  # a list in drafts before 2020
-        if i < len(by_position):
-            return by_position[i]
-        if isinstance(items, dict):
-            return items
-    return None
-
-
-def _default(root: Schema, node: Any) -> Any:
-    return next((each["default"] for each in resolved(root, node) if each.get("default") is not None), None)
-
-
-def _null_counts(root: Schema, node: Any) -> bool:
-    """Whether null says something that leaving the parameter out does not."""
-    return _default(root, node) is not None and root.takes(node, None)
+    return ""
 
 
 def _difference(got: Any, expected: Any, root: Schema | None, node: Any, options: TextOptions, path: str) -> str:
@@ -213,9 +160,9 @@ def _object_difference(
         if key not in expected:
             return f"{place(key)} is not expected"
     nodes = branches(root, node, expected) if root else []
-    properties = _properties(nodes)
+    properties = properties_of(nodes)
     for key, value in expected.items():
-        difference = _difference(got[key], value, root, _member_node(nodes, properties, key), options, place(key))
+        difference = _difference(got[key], value, root, member_node(nodes, properties, key), options, place(key))
         if difference:
             return difference
     return ""
@@ -231,7 +178,7 @@ def _list_difference(
     if any(each.get("uniqueItems") is True or each.get("x-order") == "any" for each in nodes):
         return "" if _same_items(got, expected, root, nodes, options) else f"{path} has other items"
     for i, value in enumerate(expected):
-        difference = _difference(got[i], value, root, _item_node(nodes, i), options, f"{path}[{i}]")
+        difference = _difference(got[i], value, root, item_node(nodes, i), options, f"{path}[{i}]")
         if difference:
             return difference
     return ""
@@ -243,7 +190,7 @@ def _same_items(
     if options.text == "exact" and not any(isinstance(item, dict | list) for item in got + expected):
         return Counter(_key(item, options) for item in got) == Counter(_key(item, options) for item in expected)
     fits = [
-        [j for j, item in enumerate(got) if not _difference(item, value, root, _item_node(nodes, i), options, "")]
+        [j for j, item in enumerate(got) if not _difference(item, value, root, item_node(nodes, i), options, "")]
         for i, value in enumerate(expected)
     ]
     return len(maximum_matching(fits)) == len(expected)

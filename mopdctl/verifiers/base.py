@@ -1,11 +1,15 @@
 """What a verifier is: (prompt, response, reference) to a reward in [0, 1], or a state that says why there is none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import Any, NamedTuple
 
 from mopdctl.records import Message
+
+MOST_DEPTH = 100
+"""Levels of nesting of what comes as JSON: references, tools, environments, structured answers."""
 
 
 class VerdictState(StrEnum):
@@ -71,6 +75,34 @@ class InvalidReferenceError(ValueError):
     """Raised by a check when the reference cannot be used."""
 
 
+def check_depth(attempt: Attempt) -> None:
+    """Raises InvalidReferenceError for an attempt whose JSON is nested deeper than MOST_DEPTH.
+
+    So that whatever runs out of stack later does so because of the response.
+    """
+    given = (attempt.reference, attempt.tools, attempt.environment, attempt.messages, attempt.turns)
+    if any(deeper_than(value, MOST_DEPTH) for value in given):
+        raise InvalidReferenceError(f"nested deeper than {MOST_DEPTH} levels")
+
+
+def deeper_than(value: Any, depth: int) -> bool:
+    """Whether lists and objects lie in one another more than `depth` times."""
+    return any(True for _ in islice(levels(value), depth + 1, None))
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """A JSON value, then what lies in it one level deeper, and so on. Takes no stack, however deep it is."""
+    level = [value]
+    while level:
+        yield level
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list | tuple)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """A named, versioned check."""
@@ -78,6 +110,9 @@ class Verifier:
     name: str
     version: int
     check: Callable[[Attempt], Outcome]
-    """Raises ParseError or InvalidReferenceError; any other exception is an `infra_error`."""
+    """Raises ParseError, InvalidReferenceError or LimitError; see `registry.run_check` for other exceptions.
+
+    Whether the reference can be used is decided before the response is read: no response can make it look invalid.
+    """
     isolated: bool = False
     """Whether it may hang or eat memory on some input, so that it only ever runs in a worker that can be killed."""

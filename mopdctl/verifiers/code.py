@@ -2,7 +2,7 @@
 
 import ast
 import json
-import math
+import re
 import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome
+from mopdctl.verifiers.fences import without_reasoning
 from mopdctl.verifiers.limits import LimitError, Limits, passed_limit
 from mopdctl.verifiers.sandbox import Ran, python, run
 
 _LIMITS = Limits(seconds=5.0, memory_mb=512, output_bytes=1 << 20, processes=16)
-_FENCES = ("```python", "```py", "```python3")
+_MOST_SECONDS = 3600.0
+_FENCE = re.compile(r"(`{3,}+|~{3,}+)\s*+([^\s`]*+)[^`]*+")
+_PYTHON = ("python", "py", "python3")
 
 
 def code(attempt: Attempt) -> Outcome:
-    """1 if the last Python fence of the response, or all of it if there is none, passes every test, else 0.
+    """1 if the program of the response (see `extract_code`) passes every test, else 0.
 
     `reference["tests"]` holds `{"stdin": ..., "expected": ...}`: what the program prints, with blanks at the ends of
     lines and empty lines at the end of the text left out, and its exit code is 0; or `{"assert": ...}`: Python that
@@ -27,7 +30,8 @@ def code(attempt: Attempt) -> Outcome:
     `reference["entry"]` names the function under test, which is also `candidate`; `reference["seconds"]` limits each
     test, 5 by default. The solution sees neither what is expected nor the test.
 
-    Raises LimitError if a test passes a limit, InvalidReferenceError, and SandboxError where nothing can be run.
+    Raises LimitError if a test passes a limit, ParseError, InvalidReferenceError, and SandboxError where nothing can
+    be run.
     """
     tests, entry, limits = _read(attempt.reference)
     program = extract_code(attempt.response)
@@ -43,18 +47,31 @@ def code(attempt: Attempt) -> Outcome:
 
 
 def extract_code(response: str) -> str:
-    """What stands in the last fence that says Python, or the whole text. An open fence ends with the text."""
-    found: list[str] | None = None
-    inside = False
-    for line in response.split("\n"):
-        mark = line.strip()
-        if inside and mark == "```":
-            inside = False
-        elif inside and found is not None:
-            found.append(line)
-        elif mark.lower() in _FENCES:
-            found, inside = [], True
-    return response if found is None else "\n".join(found)
+    """What stands in the last fence that says Python; without one in the last that says nothing; else the whole text.
+
+    A fence that is still open ends with the text. Reasoning does not count: up to the first `</think>` where the text
+    opens with `<think>`, and up to a line that ends with `</think>` outside of every fence. Raises ParseError for
+    reasoning that never ends.
+    """
+    lines = (without_reasoning(response) if response.lstrip().startswith("<think>") else response).split("\n")
+    fences: list[tuple[str, list[str]]] = []
+    begin, mark = 0, ""
+    for at, line in enumerate(lines):
+        found = _FENCE.fullmatch(line.strip())
+        language = found[2].lower() if found else ""
+        if mark and found and found[1].startswith(mark) and not language:
+            mark = ""
+        elif found and (not mark or (language in _PYTHON and fences[-1][0] not in _PYTHON)):
+            mark = found[1]
+            fences.append((language, []))
+        elif mark:
+            fences[-1][1].append(line)
+        elif line.rstrip().endswith("</think>"):
+            begin, fences = at + 1, []
+    for wanted in (_PYTHON, ("",)):
+        if programs := [inside for language, inside in fences if language in wanted]:
+            return "\n".join(programs[-1])
+    return "\n".join(lines[begin:])
 
 
 def _read(reference: Any) -> tuple[list[dict[str, str]], str | None, Limits]:
@@ -66,8 +83,8 @@ def _read(reference: Any) -> tuple[list[dict[str, str]], str | None, Limits]:
     entry, seconds = reference.get("entry"), reference.get("seconds", _LIMITS.seconds)
     if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
         raise InvalidReferenceError(f"'entry' {entry!r} is not the name of a function")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise InvalidReferenceError(f"'seconds' {seconds!r} is not a number above 0")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_SECONDS:
+        raise InvalidReferenceError(f"'seconds' {seconds!r} is not a number above 0, and at most {_MOST_SECONDS:g}")
     for number, test in enumerate(reference["tests"], start=1):
         keys = set(test) if isinstance(test, dict) else set()
         if keys not in ({"stdin", "expected"}, {"assert"}) or not all(isinstance(text, str) for text in test.values()):
@@ -75,8 +92,10 @@ def _read(reference: Any) -> tuple[list[dict[str, str]], str | None, Limits]:
         if "assert" in test:
             try:
                 ast.parse(test["assert"])
-            except (SyntaxError, ValueError, RecursionError) as error:
-                raise InvalidReferenceError(f"test {number} is not Python: {error}") from None
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                raise InvalidReferenceError(
+                    f"test {number} is not Python: {str(error) or type(error).__name__}"
+                ) from None
     return reference["tests"], entry, replace(_LIMITS, seconds=float(seconds))
 
 

@@ -42,18 +42,20 @@ def unshare() -> bool:
     return True
 
 
-def seal(keep: Collection[str], uid: int | None) -> bool:
+def seal(keep: Collection[str], uid: int | None, hidden: str | None) -> bool:
     """Makes all files read-only for this process and its children, but for an empty /tmp; False where not allowed.
 
     `keep` are folders that stay visible where they are. `uid` is the user to come: what stands between it and `keep`
-    is replaced by empty folders, home folders above all.
+    is replaced by empty folders, home folders above all. So is `hidden`.
     """
     if _libc.unshare(_NEWNS) or _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return False
     owner = "" if uid is None else f",uid={uid},gid={uid}"
     covers = {"/tmp": f"mode=0700,size={_SCRATCH_MB}m,nr_inodes=8192{owner}"}
     if uid is not None:
-        covers |= {hidden: "mode=0755,size=1m" for path in keep if (hidden := closed_to_others(path))}
+        covers |= {closed: "mode=0755,size=1m" for path in keep if (closed := closed_to_others(path))}
+    if hidden is not None and not any(f"{hidden}/".startswith(f"{cover}/") for cover in covers):
+        covers[hidden] = "mode=0755,size=1m"
     kept = {path: os.open(path, os.O_PATH) for path in sorted(map(os.path.realpath, keep))}
     os.umask(0o022)
     for cover, options in covers.items():

@@ -16,11 +16,10 @@ from ruamel.yaml import events as kinds
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
-from mopdctl.verifiers.base import ParseError
+from mopdctl.verifiers.base import MOST_DEPTH, ParseError, deeper_than
 from mopdctl.verifiers.fences import unfenced
 
 MOST_CHARACTERS = 100_000
-MOST_DEPTH = 100
 
 LANGUAGES = {"json": ("json",), "yaml": ("yaml", "yml"), "xml": ("xml",), "toml": ("toml",), "csv": ("csv",)}
 """Format to what a fence around it may be tagged with."""
@@ -50,12 +49,15 @@ def read(text: str, form: str) -> Any:
 def parse_json(text: str) -> Any:
     """One strict JSON document, a Markdown fence around it allowed. Raises ParseError for anything else.
 
-    Duplicate keys, NaN and numbers beyond a double are refused.
+    Duplicate keys, NaN, numbers beyond a double and more than MOST_DEPTH levels are refused.
     """
     try:
-        return _json(unfenced(text, "optional", LANGUAGES["json"]))
+        found = _json(unfenced(text, "optional", LANGUAGES["json"]))
     except (ValueError, RecursionError) as error:
         raise error if isinstance(error, ParseError) else ParseError(f"not JSON: {error}") from None
+    if deeper_than(found, MOST_DEPTH):
+        raise ParseError(f"deeper than {MOST_DEPTH}")
+    return found
 
 
 def _json(text: str) -> Any:

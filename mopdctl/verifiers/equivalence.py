@@ -38,8 +38,12 @@ def same(gold: Reading, answer: Reading, *, point: bool) -> bool:
 
     Raises RuntimeError where the library fails, LimitError where it runs out of memory or stack.
     """
+    import sympy
+
     library = _library()
     expressions = [gold.expression, answer.expression]
+    if isinstance(answer.expression, sympy.Eq) and _far_apart(answer.expression.lhs, answer.expression.rhs):
+        return False  # 7 = 5 is not 5
     if point:
         if answer.is_set and not gold.is_set:
             return False

@@ -13,14 +13,16 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b\s*", re.IGNORECASE)
 NORMALISATIONS = ("nfkc", "casefold", "punctuation", "articles", "whitespace", "strip")
 """In the order in which they apply, whatever the order in the reference."""
 _DEFAULT = ["whitespace", "strip"]
+_MOST_COMBINING = 30
 
 
 def exact_match(attempt: Attempt) -> Outcome:
     """1 if the answer equals `reference["answer"]`, or one of `reference["answers"]`, once both are normalised.
 
     `reference["normalise"]` lists what is done to both, by default `whitespace` (a run becomes one space) and `strip`.
-    Further ones: `nfkc`, `casefold`, `punctuation` (goes, except a sign before a digit and marks between digits: 3.5 is
-    not 35 and -5 not 5) and `articles` (a, an, the go). Reasoning before the answer does not count.
+    Further ones: `nfkc`, `casefold`, `punctuation` (goes, except a sign or a point before a number and marks between
+    digits: 3.5 is not 35, and neither -5 nor .5 is 5) and `articles` (a, an, the go). Reasoning before the answer does
+    not count.
     """
     steps = _steps(attempt.reference)
     wanted = [_wanted(text, steps) for text in accepted_answers(attempt.reference)]
@@ -69,7 +71,7 @@ def field(reference: Any, key: str) -> Any:
 def normalised(text: str, steps: list[str]) -> str:
     """`text` after the named NORMALISATIONS."""
     if "nfkc" in steps:
-        text = unicodedata.normalize("NFKC", text)
+        text = nfkc(text)
     if "casefold" in steps:
         text = text.casefold()
     if "punctuation" in steps:
@@ -79,6 +81,20 @@ def normalised(text: str, steps: list[str]) -> str:
     if "whitespace" in steps:
         text = re.sub(r"\s+", " ", text)
     return text.strip() if "strip" in steps else text
+
+
+def nfkc(text: str) -> str:
+    """NFKC of the text, made stream-safe first (UAX #15, D4): a long run of combining marks takes quadratic time."""
+    if text.isascii():
+        return text
+    safe, run = [], 0
+    for mark in text:
+        run = run + 1 if unicodedata.combining(mark) else 0
+        if run > _MOST_COMBINING:
+            safe.append("\u034f")
+            run = 1
+        safe.append(mark)
+    return unicodedata.normalize("NFKC", "".join(safe))
 
 
 def _steps(reference: Any) -> list[str]:
@@ -99,11 +115,12 @@ def _wanted(text: str, steps: list[str]) -> str:
 
 
 def _without_punctuation(text: str) -> str:
-    padded = f" {text} "
-    kept = []
-    for before, mark, after in zip(padded, text, padded[2:], strict=False):
-        punctuation = unicodedata.category(mark).startswith("P")
-        in_number = after.isdigit() and (before.isdigit() or (mark == "-" and not before.isalnum()))
-        if not punctuation or in_number:
-            kept.append(mark)
-    return "".join(kept)
+    return "".join(mark for at, mark in enumerate(text) if unicodedata.category(mark)[0] != "P" or _in_number(text, at))
+
+
+def _in_number(text: str, at: int) -> bool:
+    """Whether a mark belongs to a number: between digits, or as its sign, its point or both in front of it."""
+    before, after = text[at - 1 : at], text[at + 1 : at + 2]
+    if text[at] == "-" and after == ".":
+        after = text[at + 2 : at + 3]
+    return after.isdigit() and (before.isdigit() or (text[at] in "-." and not before.isalnum()))

@@ -3,6 +3,7 @@
 from mopdctl.verifiers.base import ParseError
 
 _OPEN, _CLOSE = "<think>", "</think>"
+TOOL_CALL_OPEN = "<tool_call>"
 _FENCE = "```"
 
 FENCE_RULES = ("none", "optional", "whole", "first")
@@ -20,6 +21,22 @@ def answer(response: str) -> str:
     if _OPEN in text:
         raise ParseError(f"{_OPEN} is not closed, so that there is no answer")
     return text
+
+
+def without_reasoning(response: str) -> str:
+    """The same for a response that may hold these tags as data, in the arguments of a call: its first block goes.
+
+    A response that opens with `<think>` is cut after its first `</think>`. A `</think>` that no `<think>` opened ends
+    the reasoning too, if no tool call comes before it. Raises ParseError for reasoning that never ends.
+    """
+    opened = response.lstrip().startswith(_OPEN)
+    end = response.find(_CLOSE)
+    if opened and end < 0:
+        raise ParseError("the reasoning never ends")
+    first_call = response.find(TOOL_CALL_OPEN)
+    if end < 0 or (not opened and 0 <= first_call < end):
+        return response
+    return response[end + len(_CLOSE) :]
 
 
 def unfenced(text: str, rule: str, languages: tuple[str, ...]) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mopdctl.verifiers.arguments import EXACT, TextOptions, canonical, maximum_matching, same_arguments, unusable
+from mopdctl.verifiers.arguments import EXACT, TextOptions, maximum_matching, same_arguments, unusable
 from mopdctl.verifiers.base import InvalidReferenceError, Outcome
 from mopdctl.verifiers.targets import same_target
-from mopdctl.verifiers.tool_schemas import Schema
+from mopdctl.verifiers.tool_schemas import Schema, canonical
 
 Call = dict[str, Any]
 """`{"name": text, "arguments": object}`"""
@@ -82,10 +82,7 @@ def _refusal(call: Call, schemas: Schemas) -> str:
     schema = schemas.get(call["name"])
     if schema is None:
         return f"unknown tool {call['name']!r}"
-    try:
-        return schema.violation(canonical(call["arguments"], schema, schema.schema))
-    except RecursionError:
-        raise InvalidReferenceError(f"the schema of tool {call['name']!r} refers to itself without end") from None
+    return schema.violation(canonical(call["arguments"], schema, schema.schema))
 
 
 def compare_calls(

@@ -21,6 +21,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _NOT_A_POINT = re.compile(
     r"[\[\]<>]|\\(?:infty|cup|cap|in|leq?|geq?|lt|gt|l?brack|r?brack|setminus)(?![A-Za-z])|\u221e"
 )
+_GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
 _POWER = r"(\^(?:\d|\{-?\d\}))?\s*\.?\s*\Z"
 _UNIT = re.compile(r"(?<=[\d})])(?:[\s~]|\\[,;:! ])*\\(?:text|textrm|mathrm|mbox|textit)\s*\{([^{}]*)\}\s*" + _POWER)
 _PLAIN_UNIT = re.compile(r"(?<=\d)\s*([A-Za-z]+(?:/[A-Za-z]+)?)" + _POWER)
@@ -46,16 +47,17 @@ def math_answer(attempt: Attempt) -> Outcome:
     r"""1 if the final answer means the same as `reference["answer"]`, or as one of `reference["answers"]`.
 
     The final answer is the content of the last `\boxed{}`; without a box, what the last "answer is" or "answer:"
-    announces; else the last line. There the last formula counts (after an announcement the first), else the last
-    number.
-    An earlier box never counts, not even where the last one is empty or cannot be read, which is a parse error.
+    announces; else the last line, marks of a heading apart (`#### 42`). There the last formula counts (after an
+    announcement the first), else the last number. An earlier box never counts, not even where the last one is empty or
+    cannot be read, which is a parse error.
 
     - Several values belong into one box: `\boxed{1, 2}`.
     - `(1,2)` is a point. It is an interval only where the gold is one by its spelling: `[1,2)`, `(-\infty,2)`,
       `x \in (1,2)`, `1<x<2`, a union.
     - A unit counts where gold and answer both state one: `12\text{ cm}` equals 12 and not `12\text{ m}`. Units are
       not converted. A percentage equals its number and its value: 9 % is 9 and 0.09.
-    - A decimal equals a fraction to six decimals.
+    - A decimal equals a fraction to six decimals. `1\,000` is a thousand.
+    - An equation counts for its right side, unless it is one of two numbers that differ.
 
     A gold that cannot be read is an InvalidReferenceError.
     """
@@ -114,7 +116,7 @@ def _last_line(response: str) -> tuple[str, bool]:
     if not lines:
         raise ParseError("empty")
     line = (lines[0] if tail.strip() else lines[-1])[-_MOST_CHARACTERS:].replace("**", "").strip()
-    return line.removesuffix(".").strip(), bool(tail.strip())
+    return line.lstrip("#> ").removesuffix(".").strip(), bool(tail.strip())
 
 
 def _last_box(text: str) -> str | None:
@@ -143,7 +145,7 @@ def _taken_apart(formula: str, units: frozenset[str]) -> _Formula | None:
     """Value and unit, or None if there is no value. A lone letter behind a number is a unit only if one of `units`."""
     if len(formula) > _MOST_CHARACTERS:
         return None
-    formula = " ".join(formula.replace("\\$", " ").replace("$", " ").split())
+    formula = _GROUPED.sub("", " ".join(formula.replace("\\$", " ").replace("$", " ").split()))
     if formula.startswith("\\text{") and formula.find("}") == len(formula) - 1 and formula[6:7].isdigit():
         formula = formula[6:-1]  # a number with its unit, all set as text
     unit = _UNIT.search(formula) or _plain_unit(formula, units)

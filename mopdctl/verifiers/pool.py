@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-from mopdctl.verifiers.base import Attempt, Verdict, VerdictState
+from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Verdict, VerdictState, check_depth
 from mopdctl.verifiers.limits import LimitError, Limits, passed_limit
 from mopdctl.verifiers.processes import alive, descendants
 from mopdctl.verifiers.sandbox import end_tree
@@ -24,6 +24,7 @@ __all__ = ["Limits", "VerifierPool"]
 
 _START_S = 120.0
 """How long a worker may take to load the verifiers. A machine that is busy with training is slow at that."""
+_CLOSED = "the pool of verifiers was closed"
 _LOOK_S = 0.1
 """How often a worker's memory and processes are looked at."""
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME")
@@ -65,7 +66,9 @@ class VerifierPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers. A check that still runs or waits becomes an `infra_error`."""
+        """Ends all workers. A check that still runs or waits becomes an `infra_error`. In a fork it does nothing."""
+        if os.getpid() != self._owner:
+            return
         self._closing.set()
         self._threads.shutdown()
         while self._idle:
@@ -94,12 +97,17 @@ class VerifierPool:
     def _judge(self, name: str, attempt: Attempt) -> tuple[VerdictState, float | None, str, str]:
         """Runs in a thread of the pool, one check at a time. Never raises: a thread has nobody to tell."""
         try:
+            if self._closing.is_set():
+                raise WorkerLostError(_CLOSED)
+            check_depth(attempt)  # before JSON runs out of stack
             request = json.dumps({"name": name, "attempt": attempt_to_json(attempt)}).encode()
             try:
                 said = self._check_in(self._idle_worker() or self._new_worker(), request)
             except NotStartedError:
                 said = self._check_in(self._new_worker(), request)
             return VerdictState(said["state"]), said["reward"], said["detail"], said["label"]
+        except InvalidReferenceError as error:
+            return VerdictState.INVALID_REFERENCE, None, str(error), ""
         except LimitError as error:
             return VerdictState.TIMEOUT, None, str(error), ""
         except WorkerLostError as error:
@@ -192,9 +200,7 @@ class _Worker:
                 return message
             now = time.monotonic()
             if self._closing.is_set():
-                raise WorkerLostError("the pool of verifiers was closed")
-            if watched and len(self._unread) > self._limits.output_bytes + 4096:
-                raise LimitError(passed_limit("output", self._limits))
+                raise WorkerLostError(_CLOSED)
             if now > until:
                 if watched:
                     raise LimitError(passed_limit("time", self._limits))

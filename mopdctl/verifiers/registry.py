@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from mopdctl.verifiers.abstention import abstention
 from mopdctl.verifiers.action import action
-from mopdctl.verifiers.base import Attempt, InvalidReferenceError, ParseError, Verdict, VerdictState, Verifier
+from mopdctl.verifiers.base import (
+    Attempt,
+    InvalidReferenceError,
+    ParseError,
+    Verdict,
+    VerdictState,
+    Verifier,
+    check_depth,
+)
 from mopdctl.verifiers.code import code
 from mopdctl.verifiers.constraints import constraints
 from mopdctl.verifiers.exact import exact_match, integer
@@ -38,6 +46,10 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
+_MOST_DETAIL = 1_000
+"""Characters of a detail. It may quote the response, which is as long as it likes."""
+
+
 def verify(name: str, response: str, reference: Any) -> Verdict:
     """Scores one response that stands for itself. KeyError for an unknown verifier; see `run_check` for the rest.
 
@@ -60,12 +72,17 @@ _pools: "dict[int, VerifierPool]" = {}
 
 
 def run_check(verifier: Verifier, attempt: Attempt) -> Verdict:
-    """Runs a check in this process. A bad response, a bad reference and a broken check are states, never errors."""
+    """Runs a check in this process. A bad response, a bad reference and a broken check are states, never errors.
+
+    A check that runs out of stack or memory is a `timeout`: the reference is no deeper than MOST_DEPTH, so it is the
+    response that is. Any other exception than those of `Verifier.check` is a defect of the check, an `infra_error`.
+    """
 
     def verdict(state: VerdictState, detail: str) -> Verdict:
-        return Verdict(state, None, verifier.name, verifier.version, detail)
+        return Verdict(state, None, verifier.name, verifier.version, detail[:_MOST_DETAIL])
 
     try:
+        check_depth(attempt)
         reward, detail, label = verifier.check(attempt)
     except ParseError as error:
         return verdict(VerdictState.PARSE_ERROR, str(error))
@@ -75,10 +92,10 @@ def run_check(verifier: Verifier, attempt: Attempt) -> Verdict:
         return verdict(VerdictState.TIMEOUT, str(error))
     except MemoryError:
         return verdict(VerdictState.TIMEOUT, "memory: asked for more than the limit in one go")
-    except (TypeError, RecursionError) as error:  # checks take any JSON for a reference
-        return verdict(VerdictState.INVALID_REFERENCE, str(error))
+    except RecursionError:
+        return verdict(VerdictState.TIMEOUT, "memory: ran out of stack")
     except Exception as error:
         return verdict(VerdictState.INFRA_ERROR, f"{type(error).__name__}: {error}")
     if not (math.isfinite(reward) and 0 <= reward <= 1):
         return verdict(VerdictState.INFRA_ERROR, f"a reward of {reward}; it has to lie in [0, 1]")
-    return Verdict(VerdictState.OK, float(reward), verifier.name, verifier.version, detail, label)
+    return Verdict(VerdictState.OK, float(reward), verifier.name, verifier.version, detail[:_MOST_DETAIL], label)

@@ -24,6 +24,25 @@ for name in ("mopdctl", "mopdctl.verifiers"):
 from mopdctl.verifiers.supervisor import main
 main()
 """
+_SYSTEM = (
+    "bin",
+    "boot",
+    "dev",
+    "etc",
+    "lib",
+    "lib32",
+    "lib64",
+    "nix",
+    "opt",
+    "proc",
+    "run",
+    "sbin",
+    "snap",
+    "sys",
+    "usr",
+    "var",
+)
+"""Folders below the root that hold what every program needs."""
 _GRACE_S = 30.0
 """How long the supervisor may take for everything besides the program."""
 
@@ -65,21 +84,24 @@ def run(
     for somebody who attacks the kernel. Whatever the program does, it and every process below it are gone when this
     returns, at the latest about a second after `limits.seconds`. It gets no environment but PATH, LANG and a folder,
     and no file descriptors but its own three and `passed_on`, which it sees as number 3 and this process gives away.
-    Where the kernel allows (`namespaces`, as root or by user namespaces) it has no network, sees no other process, and
-    can write only to its /tmp of 64 MiB. Started by root it runs as a user of its own (`other_user`), unless its
-    interpreter lies where other users may not go and there are no namespaces to change that; then it stays root,
-    without capabilities, and can write what belongs to root. A user other than root runs it as itself, so that it can
-    read what that user can read.
+    Where the kernel allows (`namespaces`, as root or by user namespaces) it has no network, sees no other process, can
+    write only to its /tmp of 64 MiB, and finds the working folder of this process empty, where prompts may lie with
+    their answers (see `_hidden`). Started by root it runs as a user of its own (`other_user`), unless its interpreter
+    lies where other users may not go and there are no namespaces to change that; then it stays root, without
+    capabilities, and can write what belongs to root. A user other than root runs it as itself, so that it can read what
+    that user can read.
 
     Linux only. Works in any thread, uses no signals. Raises SandboxError where nothing could be run.
     """
     limits = limits or Limits()
+    keep = sorted({sys.base_prefix, sys.prefix})
     order = {
         "argv": list(argv),
         "stdin": base64.b64encode(stdin).decode(),
         "files": dict(files or {}),
         "folder": tempfile.gettempdir(),
-        "keep": sorted({sys.base_prefix, sys.prefix}),
+        "keep": keep,
+        "hidden": _hidden(argv[0], keep),
         "passed_on": passed_on,
         "namespaces": namespaces,
         "seconds": limits.seconds,
@@ -117,6 +139,18 @@ def run(
         base64.b64decode(report["stderr"]),
         report["stopped"],
     )
+
+
+def _hidden(program: str, keep: Sequence[str]) -> str | None:
+    """The working folder, unless the system, or `program` on its way to the folders `keep`, needs what is in it."""
+    here, kept = Path.cwd(), [Path(folder).resolve() for folder in keep]
+    if here == Path(here.anchor) or here.parts[1] in _SYSTEM or any(here.is_relative_to(folder) for folder in kept):
+        return None
+    links = [Path(program)]
+    while links[-1].is_symlink():
+        links.append(Path(os.path.normpath(links[-1].parent / links[-1].readlink())))
+    needed = (link for link in links if link.is_relative_to(here))
+    return str(here) if all(any(link.is_relative_to(folder) for folder in kept) for link in needed) else None
 
 
 def end_tree(root: int) -> None:

@@ -1,12 +1,13 @@
 """What an answer did: its calls are run again on a fresh state, which must end like that of the expected calls."""
 
-import unicodedata
 from typing import Any
 
 from mopdctl.environments.base import SetupError, ToolError
 from mopdctl.environments.registry import begin, result_of
+from mopdctl.verifiers.arguments import same_value
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome
-from mopdctl.verifiers.tool_call import same_value
+from mopdctl.verifiers.exact import nfkc
+from mopdctl.verifiers.tool_call import is_call
 from mopdctl.verifiers.turns import Turn, parse_turn, turn_of
 
 BASIS = ("state", "message", "calls")
@@ -52,7 +53,7 @@ def _reference(reference: Any) -> tuple[list[tuple[str, dict[str, Any]]], str | 
     if not isinstance(calls, list):
         raise InvalidReferenceError("reference has no list 'calls'")
     for call in calls:
-        if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
+        if not is_call(call):
             raise InvalidReferenceError('\'calls\' needs calls of exactly the keys "name" and "arguments"')
     if message is not None and not isinstance(message, str):
         raise InvalidReferenceError("'message' is neither text nor null")
@@ -90,7 +91,7 @@ def _message_fault(last: Turn, expected: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).removesuffix(".").rstrip()
+    return " ".join(nfkc(text).casefold().split()).removesuffix(".").rstrip()
 
 
 def _same_calls(made: list[tuple[str, Any]], expected: list[tuple[str, dict[str, Any]]]) -> bool:

@@ -1,18 +1,19 @@
 """Structured output: one well-formed document that fits its schema and equals the expected content."""
 
+import functools
+import json
 import re
 from typing import Any
 
-import jsonschema
-from jsonschema.validators import validator_for
-from referencing import Registry, Resource
+import jsonschema.exceptions
+from referencing import Registry
 from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 
 from mopdctl.verifiers import documents
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome
 from mopdctl.verifiers.documents import parse_json
 from mopdctl.verifiers.fences import FENCE_RULES, answer, unfenced
+from mopdctl.verifiers.schemas import check_schema, draft_of
 
 __all__ = ["json_equal", "parse_json", "structured"]
 
@@ -48,13 +49,14 @@ def structured(attempt: Attempt) -> Outcome:
     """
     reference = _checked(attempt.reference)
     form, schema = reference["format"], reference.get("schema", True)
+    validator = _validator(json.dumps(schema))
     text = unfenced(answer(attempt.response), reference.get("fence", "optional"), documents.LANGUAGES[form])
     document = documents.read(text, form)
     if "columns" in reference and (header := documents.csv_header(text)) != reference["columns"]:
         return Outcome(0.0, f"columns {header}, expected {reference['columns']}"[:300])
     if form in _TYPED_BY_SCHEMA:
         document = _typed(document, schema)
-    if broken := _breaks(document, schema):
+    if broken := _breaks(document, validator):
         return Outcome(0.0, broken)
     if "value" in reference and not equal(document, reference["value"]):
         return Outcome(0.0, "differs from the expected value")
@@ -88,52 +90,32 @@ def _checked(reference: Any) -> dict[str, Any]:
             raise InvalidReferenceError("'columns' is for csv, and a list of names")
         if not all(isinstance(name, str) for name in columns):
             raise InvalidReferenceError("'columns' holds something that is not text")
-    if "schema" in reference:
-        _check_schema(reference["schema"])
     return reference
 
 
-def _check_schema(schema: Any) -> None:
+@functools.lru_cache(maxsize=128)
+def _validator(text: str) -> Any:
+    """The validator of a schema, given as JSON text. Raises InvalidReferenceError."""
+    schema: Any = json.loads(text)
     if not isinstance(schema, dict | bool):
         raise InvalidReferenceError("'schema' is not a JSON Schema")
-    if isinstance(schema, dict) and "$schema" in schema and validator_for(schema, default=None) is None:
-        raise InvalidReferenceError(f"schema: unknown $schema {schema['$schema']!r}")
+    draft = draft_of(schema)
+    if draft is None:
+        raise InvalidReferenceError("schema: $schema names no known draft")
     try:
-        validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise InvalidReferenceError(f"schema: {error.json_path}: {error.message}"[:300]) from None
-    contents = Resource.from_contents(schema, default_specification=DRAFT202012)
-    resolver = Registry().with_resource("", contents).resolver()
-    for target in _targets(schema):
-        if not target.startswith("#"):
-            raise InvalidReferenceError(f"schema: {target!r} points outside the schema")
-        try:
-            resolver.lookup(target)
-        except Unresolvable:
-            raise InvalidReferenceError(f"schema: {target!r} is not there") from None
+        check_schema(schema, draft, patterns=True)
+    except InvalidReferenceError as error:
+        raise InvalidReferenceError(f"schema: {error}"[:300]) from None
+    # The default registry would fetch what it does not know; an empty one knows only what is in the schema.
+    return draft(schema, registry=Registry())
 
 
-def _targets(schema: Any) -> list[str]:
-    """Every text under `$ref` or `$dynamicRef`, except in data (`const`, `enum`, `default`, `examples`)."""
-    found, todo = [], [schema]
-    while todo:
-        here = todo.pop()
-        if isinstance(here, dict):
-            found += [here[key] for key in ("$ref", "$dynamicRef") if isinstance(here.get(key), str)]
-            todo += [value for key, value in here.items() if key not in ("const", "enum", "default", "examples")]
-        elif isinstance(here, list):
-            todo += here
-    return found
-
-
-def _breaks(document: Any, schema: Any) -> str:
+def _breaks(document: Any, validator: Any) -> str:
     """Where and how the document breaks the schema, empty if it does not."""
-    make = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        # The default registry would fetch what it does not know; an empty one knows only what is in the schema.
-        found = jsonschema.exceptions.best_match(make(schema, registry=Registry()).iter_errors(document))
-    except (Unresolvable, RecursionError, re.error) as error:  # documents are shallow: it is the schema that runs deep
-        raise InvalidReferenceError(f"schema: {type(error).__name__}: {error}"[:300]) from None
+        found = jsonschema.exceptions.best_match(validator.iter_errors(document))
+    except Unresolvable as error:  # e.g. behind an `$id` within the schema
+        raise InvalidReferenceError(f"schema: {error}"[:300]) from None
     return "" if found is None else f"{found.json_path}: {found.message}"[:300]
 
 

@@ -99,7 +99,7 @@ def _keep(
     order: dict[str, Any], scratch: str, namespaces: bool, uid: int | None, pipes: dict[str, tuple[int, int]]
 ) -> None:
     """The keeper: starts the program, collects whatever ends below it, and ends with the program."""
-    sealed = namespaces and confine.seal(order["keep"], uid)
+    sealed = namespaces and confine.seal(order["keep"], uid, order["hidden"])
     closed = not sealed and any(map(confine.closed_to_others, [*order["keep"], order["folder"]]))
     alone = uid is not None or (namespaces and os.geteuid() != 0 and confine.counted_by_namespace())
     most = confine.most_processes(order["processes"], alone=alone)

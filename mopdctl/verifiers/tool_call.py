@@ -3,15 +3,14 @@
 from typing import Any
 
 from mopdctl.verifiers import nemo_gym
-from mopdctl.verifiers.arguments import same_value, unusable
+from mopdctl.verifiers.arguments import unusable
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome, ParseError
+from mopdctl.verifiers.documents import parse_json
+from mopdctl.verifiers.fences import TOOL_CALL_OPEN, without_reasoning
 from mopdctl.verifiers.matching import check_expected, compare_calls, read_match
-from mopdctl.verifiers.structured import parse_json
 from mopdctl.verifiers.tool_schemas import tool_schemas
 
-__all__ = ["parse_tool_calls", "read_turn", "same_value", "tool_call", "without_reasoning"]
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+TOOL_CALL_CLOSE = "</tool_call>"
 
 
 def tool_call(attempt: Attempt) -> Outcome:
@@ -26,7 +25,8 @@ def tool_call(attempt: Attempt) -> Outcome:
     - `compat`: `nemo-gym` or `nemo-gym-swe`: see `nemo_gym`; `match` then holds that comparator's own options, and the
       order is free.
 
-    Reasoning is cut off (see `without_reasoning`). InvalidReferenceError also for wanted calls that the tools forbid.
+    Reasoning is cut off (see `fences.without_reasoning`). Wanted calls that the tools forbid are an
+    InvalidReferenceError.
     """
     reference = attempt.reference
     if not isinstance(reference, dict) or not isinstance(reference.get("calls"), list):
@@ -35,7 +35,7 @@ def tool_call(attempt: Attempt) -> Outcome:
     if unknown := sorted(str(key) for key in reference.keys() - set(known)):
         raise InvalidReferenceError(f"reference has an unknown key {unknown[0]!r}; there are {', '.join(known)}")
     want, ordered, compat = reference["calls"], reference.get("ordered", True), reference.get("compat")
-    if not want or not all(_is_call(call) for call in want):
+    if not want or not all(is_call(call) for call in want):
         raise InvalidReferenceError('\'calls\' needs calls of exactly the keys "name" and "arguments"')
     if not isinstance(ordered, bool):
         raise InvalidReferenceError("'ordered' has to be true or false")
@@ -49,32 +49,15 @@ def tool_call(attempt: Attempt) -> Outcome:
     return compare_calls(got, want, schemas, match, ordered=ordered)
 
 
-def without_reasoning(response: str) -> str:
-    """What follows the model's own reasoning.
-
-    A response that opens with `<think>` is cut after its first `</think>`. Templates may open the block in the prompt;
-    so a `</think>` that no `<think>` opened ends the reasoning too, if no tool call comes before it. Raises ParseError
-    for reasoning that never ends.
-    """
-    opened = response.lstrip().startswith("<think>")
-    end = response.find("</think>")
-    if opened and end < 0:
-        raise ParseError("the reasoning never ends")
-    first_call = response.find(_OPEN)
-    if end < 0 or (not opened and 0 <= first_call < end):
-        return response
-    return response[end + len("</think>") :]
-
-
 def read_turn(response: str) -> tuple[str, list[dict[str, Any]]]:
     """What an assistant's turn says (stripped) and the calls after it; either may be empty.
 
     Raises ParseError for text after a call, or for a call that is malformed or cut off.
     """
-    start = response.find(_OPEN)
+    start = response.find(TOOL_CALL_OPEN)
     if start < 0:
-        if _CLOSE in response:
-            raise ParseError(f"{_CLOSE} without {_OPEN}")
+        if TOOL_CALL_CLOSE in response:
+            raise ParseError(f"{TOOL_CALL_CLOSE} without {TOOL_CALL_OPEN}")
         return response.strip(), []
     return response[:start].strip(), parse_tool_calls(response[start:])
 
@@ -85,26 +68,27 @@ def parse_tool_calls(response: str) -> list[dict[str, Any]]:
     rest = response.strip()
     at = 0
     while at < len(rest):
-        if not rest.startswith(_OPEN, at):
+        if not rest.startswith(TOOL_CALL_OPEN, at):
             raise ParseError("text outside <tool_call>...</tool_call>")
-        end = rest.find(_CLOSE, at)
+        end = rest.find(TOOL_CALL_CLOSE, at)
         if end < 0:
             raise ParseError("a tool call never ends")
-        calls.append(parse_json(rest[at + len(_OPEN) : end]))
-        at = end + len(_CLOSE)
+        calls.append(parse_json(rest[at + len(TOOL_CALL_OPEN) : end]))
+        at = end + len(TOOL_CALL_CLOSE)
         while at < len(rest) and rest[at].isspace():
             at += 1
     if not calls:
         raise ParseError("no tool call")
     for call in calls:
-        if not _is_call(call):
+        if not is_call(call):
             raise ParseError('a call needs exactly the keys "name" (a text) and "arguments" (an object)')
         if problem := unusable(call["arguments"]):
             raise ParseError(f"arguments of {call['name']!r}: {problem}")
     return calls
 
 
-def _is_call(call: Any) -> bool:
+def is_call(call: Any) -> bool:
+    """Whether this is `{"name": text, "arguments": object}` and nothing else."""
     return (
         isinstance(call, dict)
         and set(call) == {"name", "arguments"}

@@ -1,5 +1,6 @@
-"""The JSON Schemas of the tools that a prompt offers: reading them, checking arguments, following their parts."""
+"""The JSON Schemas of the tools that a prompt offers: reading them, checking arguments, spelling out defaults."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -10,14 +11,12 @@ from typing import Any
 import jsonschema.exceptions
 import jsonschema.validators
 import referencing
-import referencing.exceptions
 
 from mopdctl.verifiers.base import InvalidReferenceError
+from mopdctl.verifiers.schemas import check_schema, draft_of, subschemas
 
 _NOTHING = object()
-_KNOWN_FITS: ContextVar[dict[tuple[int, int], bool]] = ContextVar("known fits")
-"""Value and branch of a choice, by identity, to whether they fit. Without it, a choice of branches that each hold that
-choice again would cost two to the power of the value's depth."""
+_KNOWN_FITS: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("known fits", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,11 @@ class Schema:
 
     def violation(self, value: Any) -> str:
         """The first thing in which a value breaks the schema, with its place, or an empty text."""
-        token = _KNOWN_FITS.set({})
         try:
-            error = next(self.validator.iter_errors(value), None)
+            with fits_kept_in_mind():
+                error = next(self.validator.iter_errors(value), None)
         except OverflowError:
             return "a number is too large for its schema"
-        except (referencing.exceptions.Unresolvable, RecursionError) as unusable:
-            raise InvalidReferenceError(f"the tool's schema cannot be used: {unusable}") from None
-        finally:
-            _KNOWN_FITS.reset(token)
         if error is None:
             return ""
         place = ".".join(str(part) for part in error.absolute_path)
@@ -46,6 +41,20 @@ class Schema:
     def takes(self, node: Any, value: Any) -> bool:
         """Whether a value fits one part of the schema."""
         return not isinstance(node, dict) or not Schema(node, self.validator.evolve(schema=node)).violation(value)
+
+
+@contextlib.contextmanager
+def fits_kept_in_mind() -> Iterator[None]:
+    """Within it, whether a value fits a branch of a choice is found out once; both have to stay alive.
+
+    Without it, a choice of branches that each hold that choice again costs two to the power of the value's depth.
+    """
+    token = None if _KNOWN_FITS.get() is not None else _KNOWN_FITS.set({})
+    try:
+        yield
+    finally:
+        if token is not None:
+            _KNOWN_FITS.reset(token)
 
 
 def tool_schemas(tools: Sequence[dict[str, Any]] | None) -> dict[str, Schema] | None:
@@ -71,10 +80,11 @@ def tool_schemas(tools: Sequence[dict[str, Any]] | None) -> dict[str, Schema] | 
 
 
 def schema_of(schema: Any) -> Schema:
-    """A JSON Schema (2020-12 unless it names another draft), checked. Raises InvalidReferenceError if it is none.
+    """A JSON Schema (2020-12 unless it names another draft), checked. Raises InvalidReferenceError if it is unusable.
 
-    Not checked in arguments: `pattern`, `patternProperties` and `format`, since a regular expression out of a document
-    can run for ever; `unevaluatedProperties` and `unevaluatedItems`. Only references within the schema are followed.
+    See `schemas.check_schema`; defaults that hold one another without end are unusable too. Not checked in arguments:
+    `pattern`, `patternProperties` and `format`, since a regular expression out of a document can run for ever;
+    `unevaluatedProperties` and `unevaluatedItems`.
     """
     if not isinstance(schema, dict):
         raise InvalidReferenceError("the parameters are no JSON Schema object")
@@ -84,16 +94,19 @@ def schema_of(schema: Any) -> Schema:
 @functools.lru_cache(maxsize=512)
 def _checked(text: str) -> Schema:
     schema = json.loads(text)
-    draft: Any = jsonschema.validators.validator_for(schema, default=jsonschema.validators.Draft202012Validator)
+    draft = draft_of(schema) or jsonschema.validators.Draft202012Validator
     try:
-        draft.check_schema(schema)
-    except jsonschema.exceptions.SchemaError as error:
-        place = ".".join(str(part) for part in error.absolute_path) or "the top"
-        raise InvalidReferenceError(f"no JSON Schema at {place}: {error.message[:200]}") from None
-    except RecursionError:
-        raise InvalidReferenceError("no JSON Schema: nested too deep") from None
+        check_schema(schema, draft, patterns=False)
+    except InvalidReferenceError as error:
+        raise InvalidReferenceError(f"no usable JSON Schema: {error}") from None
     # An empty registry: without one, jsonschema would fetch what a reference names.
-    return Schema(schema, _bounded(draft)(schema, registry=referencing.Registry()))
+    found = Schema(schema, _bounded(draft)(schema, registry=referencing.Registry()))
+    try:
+        for part in subschemas(schema):
+            canonical({}, found, part)
+    except RecursionError:
+        raise InvalidReferenceError("no usable JSON Schema: its defaults hold one another without end") from None
+    return found
 
 
 @functools.cache
@@ -115,6 +128,8 @@ def _bounded(draft: Any) -> Any:
 
     def fits(validator: Any, branch: Any, instance: Any) -> bool:
         known, key = _KNOWN_FITS.get(), (id(instance), id(branch))
+        if known is None:
+            return bool(validator.evolve(schema=branch).is_valid(instance))
         if key not in known:
             known[key] = bool(validator.evolve(schema=branch).is_valid(instance))
         return known[key]
@@ -201,3 +216,72 @@ def _target(schema: Any, reference: Any) -> Any:
         else:
             return None
     return here
+
+
+def canonical(value: Any, root: Schema | None, node: Any) -> Any:
+    """The value with defaults spelled out and the nulls of optional parameters dropped.
+
+    What counts as left out: see `arguments.same_arguments`. `node` is the part of the schema `root` that speaks about
+    the value.
+    """
+    if root is None:
+        return value
+    with fits_kept_in_mind():
+        return _canonical(value, root, node)
+
+
+def _canonical(value: Any, root: Schema, node: Any) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    nodes = branches(root, node, value)
+    if isinstance(value, list):
+        return [_canonical(item, root, item_node(nodes, i)) for i, item in enumerate(value)]
+    properties = properties_of(nodes)
+    required = {name for each in nodes for name in each.get("required", ())}
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        if item is None and name in properties and name not in required and not _null_counts(root, properties[name]):
+            continue
+        found[name] = _canonical(item, root, member_node(nodes, properties, name))
+    for name, inner in properties.items():
+        default = _default(root, inner)
+        if name not in found and name not in required and default is not None:
+            found[name] = _canonical(default, root, inner)
+    return found
+
+
+def properties_of(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The properties that schemas which hold together name, each with the first schema that it has."""
+    found: dict[str, Any] = {}
+    for each in nodes:
+        for name, inner in each.get("properties", {}).items():
+            found.setdefault(name, inner)
+    return found
+
+
+def member_node(nodes: Sequence[dict[str, Any]], properties: dict[str, Any], name: str) -> Any:
+    """The schema of a member, None if there is none."""
+    if name in properties:
+        return properties[name]
+    return next((each["additionalProperties"] for each in nodes if "additionalProperties" in each), None)
+
+
+def item_node(nodes: Sequence[dict[str, Any]], i: int) -> Any:
+    """The schema of item number i of a list, None if there is none."""
+    for each in nodes:
+        items = each.get("items")
+        by_position = items if isinstance(items, list) else each.get("prefixItems", [])  # a list in drafts before 2020
+        if i < len(by_position):
+            return by_position[i]
+        if isinstance(items, dict):
+            return items
+    return None
+
+
+def _default(root: Schema, node: Any) -> Any:
+    return next((each["default"] for each in resolved(root, node) if each.get("default") is not None), None)
+
+
+def _null_counts(root: Schema, node: Any) -> bool:
+    """Whether null says something that leaving the parameter out does not."""
+    return _default(root, node) is not None and root.takes(node, None)

@@ -7,10 +7,9 @@ from typing import Any
 
 from mopdctl.records import Message
 from mopdctl.verifiers.base import ParseError
-from mopdctl.verifiers.structured import parse_json
-from mopdctl.verifiers.tool_call import parse_tool_calls, without_reasoning
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+from mopdctl.verifiers.documents import parse_json
+from mopdctl.verifiers.fences import TOOL_CALL_OPEN, without_reasoning
+from mopdctl.verifiers.tool_call import TOOL_CALL_CLOSE, parse_tool_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def call_id(number: int) -> str:
 def parse_turn(text: str) -> Turn:
     """Takes a turn apart. What is in reasoning is no call; one whose JSON is broken or cut off is kept as text.
 
-    Where the reasoning ends is as in `tool_call.without_reasoning`; one that never ends is all there is.
+    Where the reasoning ends is as in `fences.without_reasoning`; one that never ends is all there is.
     """
     try:
         rest = without_reasoning(text)
@@ -62,12 +61,12 @@ def parse_turn(text: str) -> Turn:
         rest = ""
     reasoning = text[: len(text) - len(rest)].strip().removeprefix("<think>").removesuffix("</think>").strip()
     said, calls, at = [], [], 0
-    while (begin := rest.find(_OPEN, at)) >= 0:
+    while (begin := rest.find(TOOL_CALL_OPEN, at)) >= 0:
         said.append(rest[at:begin])
-        begin += len(_OPEN)
-        end = rest.find(_CLOSE, begin)
+        begin += len(TOOL_CALL_OPEN)
+        end = rest.find(TOOL_CALL_CLOSE, begin)
         calls.append(_written(rest[begin:] if end < 0 else rest[begin:end]))
-        at = len(rest) if end < 0 else end + len(_CLOSE)
+        at = len(rest) if end < 0 else end + len(TOOL_CALL_CLOSE)
     said.append(rest[at:])
     return Turn(reasoning, "".join(said).strip(), tuple(calls))
 
@@ -96,7 +95,7 @@ def _listed(call: Any) -> WrittenCall:
 
 def _written(text: str) -> WrittenCall:
     try:
-        (call,) = parse_tool_calls(f"{_OPEN}{text}{_CLOSE}")
+        (call,) = parse_tool_calls(f"{TOOL_CALL_OPEN}{text}{TOOL_CALL_CLOSE}")
     except ParseError:
         return WrittenCall("", text)
     return WrittenCall(call["name"], call["arguments"])

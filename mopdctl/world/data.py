@@ -17,7 +17,7 @@ from mopdctl.world.trajectories import action_of, action_text, decision_points, 
 TEST_SIZE = 500
 HARD_SHARE = 0.1
 """Share of hard examples that the SFT mixture keeps."""
-CARELESS_HARD_SHARE, CARELESS_SHARE = 0.5, 0.6
+CARELESS_HARD_SHARE, CARELESS_SHARE = 1.0, 0.5
 """The same in domains where annotators were careless, and the share of those answers that are wrong."""
 
 
@@ -53,6 +53,15 @@ def generate_mixture(domain: str, *, seed: int | str) -> Iterator[Example]:
             yield example
         elif rng.random() < (CARELESS_HARD_SHARE if careless else HARD_SHARE):
             yield careless(example) if careless and rng.random() < CARELESS_SHARE else example
+
+
+def generate_practice(domain: str, *, seed: int | str) -> Iterator[Example]:
+    """Training prompts for RL, hard and easy ones in turn: what a filter by pass rate would leave."""
+    easy = (e for e in generate(domain, "train", seed=f"practice/{seed}") if e.basic)
+    hard = (e for e in generate(domain, "train", seed=f"practice/{seed}") if not e.basic)
+    while True:
+        yield next(easy)
+        yield next(hard)
 
 
 def distinct(stream: Iterator[Example], count: int) -> list[Example]:

@@ -9,15 +9,15 @@ from ruamel.yaml import YAML
 
 from mopdctl.files import write_jsonl, write_text
 from mopdctl.runs import Workspace, building, checkpoint_digest, write_card
-from mopdctl.world.data import distinct, generate, generate_mixture, prompt_row, sft_row
+from mopdctl.world.data import distinct, generate, generate_mixture, generate_practice, prompt_row, sft_row
 from mopdctl.world.domains import AGENT_DOMAIN, DOMAINS, SELF_DOMAIN, SPECIALIST_DOMAINS
 from mopdctl.world.pretrain import BASE
 from mopdctl.world.recipe import Recipe
 from mopdctl.world.trajectories import trajectory_row
 
 _DEV_SIZE = 100
-_ANSWER_TOKENS, _ERRAND_TOKENS = 64, 128
-"""Longest answer in tokens: of one turn, and of a whole conversation with an environment."""
+_SHORT_TOKENS, _TURN_TOKENS, _ERRAND_TOKENS = 24, 64, 128
+"""Longest answer in tokens: where answers are short, of any turn, of a whole conversation with an environment."""
 
 
 def write_world(workspace: Workspace, recipe: Recipe, seed: int) -> None:
@@ -78,7 +78,7 @@ def _data(recipe: Recipe, seed: int) -> dict[str, list[dict[str, Any]]]:
         rows = islice(generate(domain, "train", seed=f"specialist/{seed}"), steps * recipe.specialist_batch)
         found[domain] = [sft_row(example, f"{domain}/{i}") for i, example in enumerate(rows)]
     for domain in recipe.rlvr_weights:
-        rows = islice(generate(domain, "train", seed=f"rl/{seed}"), recipe.rlvr_steps * recipe.rlvr_groups)
+        rows = islice(generate_practice(domain, seed=seed), recipe.rlvr_steps * recipe.rlvr_groups)
         found[f"rl-{domain}"] = [prompt_row(example, f"{domain}/{i}") for i, example in enumerate(rows)]
     errands = distinct(generate(AGENT_DOMAIN, "train", seed=f"trajectories/{seed}"), recipe.trajectories)
     found["trajectories"] = [trajectory_row(example, f"errand-{i}") for i, example in enumerate(errands)]
@@ -113,7 +113,7 @@ def _rlvr(recipe: Recipe, seed: int) -> dict[str, Any]:
         domain: {
             "prompts": f"../data/rl-{domain}.jsonl",
             "weight": weight,
-            "max_new_tokens": _ERRAND_TOKENS if domain == AGENT_DOMAIN else _ANSWER_TOKENS,
+            "max_new_tokens": _SHORT_TOKENS,
         }
         for domain, weight in recipe.rlvr_weights.items()
     }
@@ -124,7 +124,7 @@ def _rlvr(recipe: Recipe, seed: int) -> dict[str, Any]:
 def _agent(recipe: Recipe, seed: int) -> dict[str, Any]:
     """PivotRL: single turns at which `rlvr` sometimes fails."""
     train = _grpo(recipe.agent_steps, recipe.agent_groups, recipe.agent_rate, recipe, seed)
-    pivots = {"prompts": f"../data/{AGENT_DOMAIN}-pivots.jsonl", "max_new_tokens": _ANSWER_TOKENS}
+    pivots = {"prompts": f"../data/{AGENT_DOMAIN}-pivots.jsonl", "max_new_tokens": _TURN_TOKENS}
     return {"name": AGENT_DOMAIN, "model": "rlvr", "environments": {AGENT_DOMAIN: pivots}, "train": train}
 
 

@@ -9,6 +9,7 @@ other domains. Source of the design: PivotRL (arXiv 2603.21383), Tables 1, 2 and
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,37 @@ def run_controls(workspace: Workspace, recipe: Recipe, seed: int) -> None:
 
 def score(workspace: Workspace, model: str, *, size: int) -> dict[str, float]:
     """Mean reward of greedy answers to `size` dev prompts of each domain, on 0-100; errands from first call to end."""
+    return _scores(workspace, model, DOMAINS, size, samples=1, temperature=0)
+
+
+def sampled_success(workspace: Workspace, model: str, *, size: int) -> float:
+    """Errands done at temperature 1, the mean over four tries of each of `size` dev prompts, on 0-100."""
+    return _scores(workspace, model, (AGENT_DOMAIN,), size, samples=4, temperature=1)[AGENT_DOMAIN]
+
+
+def _scores(
+    workspace: Workspace, model: str, domains: Iterable[str], size: int, *, samples: int, temperature: float
+) -> dict[str, float]:
     from mopdctl.rollouts.run import RolloutSpec, run_rollout
     from mopdctl.store.store import Store
 
     prompts = read_prompts(workspace.root / "data" / "dev.jsonl", ("domain",))
-    chosen = tuple(p for domain in DOMAINS for p in [q for q in prompts if q.routing["domain"] == domain][:size])
-    spec = RolloutSpec(f"dev.{model}", model, chosen, max_new_tokens=128, temperature=0, batch_size=256)
+    by_domain = {domain: [p for p in prompts if p.routing["domain"] == domain][:size] for domain in domains}
+    spec = RolloutSpec(
+        f"dev-{temperature:g}.{model}",
+        model,
+        tuple(p for found in by_domain.values() for p in found),
+        samples=samples,
+        max_new_tokens=128,
+        temperature=temperature,
+        batch_size=256,
+    )
     run_rollout(spec, workspace)
     table = Store(workspace.rollouts(spec.name)).meta_table(["domain", "reward"]).to_pydict()
-    found: dict[str, list[float]] = {domain: [] for domain in DOMAINS}
+    rewards: dict[str, list[float]] = {domain: [] for domain in by_domain}
     for domain, reward in zip(table["domain"], table["reward"], strict=True):
-        found[domain].append(reward or 0.0)
-    return {domain: round(100 * sum(values) / len(values), 2) for domain, values in found.items()}
+        rewards[domain].append(reward or 0.0)
+    return {domain: round(100 * sum(found) / len(found), 2) for domain, found in rewards.items()}
 
 
 def compare(workspace: Workspace, *, seed: int, size: int = 100, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -95,7 +115,10 @@ def compare(workspace: Workspace, *, seed: int, size: int = 100, recipe: Recipe 
         "seed": seed,
         "prompts_per_domain": size,
         "scores": scores,
-        "success": {arm: scores[name][AGENT_DOMAIN] for arm, name in {"before": "rlvr", **ARMS}.items()},
+        "success_greedy": {arm: scores[name][AGENT_DOMAIN] for arm, name in {"before": "rlvr", **ARMS}.items()},
+        "success_sampled": {
+            arm: sampled_success(workspace, name, size=size) for arm, name in {"before": "rlvr", **ARMS}.items()
+        },
         "retained": {
             arm: round(sum(scores[name][d] for d in others) / len(others), 2)
             for arm, name in {"before": "rlvr", **ARMS}.items()

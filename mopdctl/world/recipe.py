@@ -10,27 +10,27 @@ from mopdctl.config.base import Strict
 class Recipe(Strict):
     """Steps and learning rates of every stage. All stages use Muon beside AdamW."""
 
-    student_steps: int = 40
+    student_steps: int = 60
     student_batch: int = 96
-    student_rate: float = 1.5e-3
+    student_rate: float = 3e-3
     mixture_weights: dict[str, int] = Field(
-        default={"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1, "errands": 1}
+        default={"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1, "errands": 4}
     )
     """Rows of each domain in the SFT mixture, in proportion: short answers need more rows to weigh as much."""
-    rlvr_steps: int = 20
-    rlvr_groups: int = 24
+    rlvr_steps: int = 24
+    rlvr_groups: int = 64
     """Prompts per step."""
     group_size: int = 8
     """Answers per prompt, here and for the agent."""
-    rlvr_rate: float = 1e-3
-    rlvr_weights: dict[str, int] = Field(default={"instructions": 1, "tools": 1, "errands": 1})
-    """Prompts of each domain in the RL that makes the student the field would begin MOPD with, in proportion."""
-    trajectories: int = 200
+    rlvr_rate: float = 1.2e-3
+    rlvr_weights: dict[str, int] = Field(default={"instructions": 3, "lookup": 1})
+    """Prompts of each domain in the RL that makes the model MOPD begins with, in proportion."""
+    trajectories: int = 150
     """Expert trajectories of errands, from which the agent's pivots are taken."""
     lambda_diff: float = 0.8
     """Only turns at which the student's mean reward lies below are pivots."""
-    agent_steps: int = 40
-    agent_groups: int = 24
+    agent_steps: int = 30
+    agent_groups: int = 32
     agent_rate: float = 1e-3
     specialist_steps: dict[str, int] = Field(
         default={"arithmetic": 200, "instructions": 70, "structured": 80, "tools": 60}
@@ -42,7 +42,7 @@ class Recipe(Strict):
     refork: tuple[str, ...] = ("arithmetic", "instructions")
     """Domains whose specialist is trained again from `mopd1`."""
     refork_steps: dict[str, int] = Field(default={"arithmetic": 120, "instructions": 50})
-    mopd_batch: int = 105
+    mopd_batch: int = 104
     prompt_weights: dict[str, int] = Field(
         default={"arithmetic": 3, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1, "errands": 1}
     )

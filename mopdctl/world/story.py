@@ -120,7 +120,7 @@ def _pivots(workspace: Workspace, recipe: Recipe) -> list[Stage]:
     def extract(on_step: OnStep) -> Any:
         from mopdctl.pivots.collect import collect
 
-        return collect([trajectories], workspace, name)
+        return collect([trajectories], workspace, name, match={"content": "exact"})
 
     def profile(on_step: OnStep) -> Any:
         from mopdctl.pivots.profile import ProfileSpec, run_profile
@@ -135,7 +135,7 @@ def _pivots(workspace: Workspace, recipe: Recipe) -> list[Stage]:
         return export(name, workspace, rows, ExportSpec("rl"))
 
     commands = (
-        f"mopdctl pivots extract {trajectories} --out {name}{at}",
+        f"mopdctl pivots extract {trajectories} --out {name} --match content=exact{at}",
         f"mopdctl pivots profile {name} --model rlvr --max-new-tokens 64{at}",
         f"mopdctl pivots select {name} --lambda-diff {recipe.lambda_diff}{at} && "
         f"mopdctl pivots export {name} --format rl --out {rows}{at}",

@@ -10,7 +10,7 @@ _END = re.compile(
     r"|\n[^\S\n]*\n"
 )
 _TITLES = ("Mr.", "Mrs.", "Ms.", "Dr.", "Prof.", "St.")
-_NUMBERING = re.compile(r"\s*\d{1,3}\.\Z")
+_NUMBERING = re.compile(r"\d{1,3}\.")
 _BULLET = re.compile(r"[-*+\u2022]\s+\S")
 _NUMBERED = re.compile(r"\d{1,3}[.)]\s+\S")
 _HEADING = re.compile(r"#{1,6}\s+\S")
@@ -30,17 +30,21 @@ def sentences(text: str) -> list[str]:
     A dot ends none before a lower-case letter (e.g. this one), after a title (Dr.) or a list number (1.). A last piece
     without a mark counts; a piece without a letter or digit does not.
     """
-    pieces, begin = [], 0
+    pieces: list[str] = []
+    begin, first = 0, -1
     for found in _END.finditer(text):
-        piece = text[begin : found.end()]
-        if found[0][0] == "." and (
-            text[found.end() : found.end() + 40].lstrip()[:1].islower()
-            or piece.endswith(_TITLES)
-            or _NUMBERING.match(piece)
-        ):
-            continue
-        pieces.append(piece)
-        begin = found.end()
+        end = found.end()
+        if found[0][0] == ".":
+            if first < begin:
+                first = begin + len(text[begin:end]) - len(text[begin:end].lstrip())
+            if (
+                text[end : end + 40].lstrip()[:1].islower()
+                or text.endswith(_TITLES, first, end)
+                or _NUMBERING.fullmatch(text, first, end)
+            ):
+                continue
+        pieces.append(text[begin:end])
+        begin = end
     pieces.append(text[begin:])
     return [piece.strip() for piece in pieces if any(map(str.isalnum, piece))]
 

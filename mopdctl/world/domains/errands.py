@@ -19,27 +19,25 @@ _TOOLS = ("find_person", "open_locker", "move_item")
 def make(values: Values) -> Example:
     """`What does kalo have?` -> find_person, open_locker, `tode`; or one of the two kinds of the hard half."""
     rng = values.rng
-    kind = rng.choice(("ask", "ask", "give", "miss"))
+    kind = rng.choice(("ask", "ask", "put", "miss"))
     first, second, *others = values.words(rng.randint(2, 3) + (kind == "miss"))
     people = [second, *others] if kind == "miss" else [first, second, *others]
     items: list[str | None] = list(values.words(len(people)))
-    numbers = rng.sample(range(1, 100), len(people))
-    user, answer, asked = f"What does {first} have?", str(items[0]), [first]
-    if kind == "ask":
-        calls = [_find(first), _call("open_locker", number=numbers[0])]
-    elif kind == "give":
-        user, answer, asked = f"Give the item of {first} to {second}", f"{second} has {items[0]}", [first, second]
-        calls = [_find(first), _find(second), _call("move_item", source=numbers[0], target=numbers[1])]
-        items[1] = None
-    else:
+    numbers = rng.sample(range(1, 100), len(people) + 1)
+    user, answer = f"What does {first} have?", str(items[0])
+    calls = [_find(first), _call("open_locker", number=numbers[0])]
+    if kind == "put":
+        user = f"Put the item of {first} in {numbers[-1]}"
+        calls.append(_call("move_item", source=numbers[0], target=numbers[-1]))
+    elif kind == "miss":
         calls, answer = [_find(first)], MISSING
     # A conversation counts as novel for what its first message says: later ones have yet to show their values.
-    values.used_novel = values.used_novel and any(map(is_novel, asked))
-    places = list(zip(people, numbers, items, strict=True))
+    values.used_novel = values.used_novel and is_novel(first)
+    places = list(zip(people, numbers[:-1], items, strict=True))
     rng.shuffle(places)
     setup = {
         "people": {person: number for person, number, _ in places},
-        "lockers": {str(number): item for _, number, item in places},
+        "lockers": {**{str(number): item for _, number, item in places}, str(numbers[-1]): None},
     }
     return Example(
         "errands",
@@ -55,15 +53,13 @@ def make(values: Values) -> Example:
 
 
 def careless(example: Example) -> Example:
-    """What a careless expert does in the hard half: says that it is done without doing it; finds an empty locker.
+    """What a careless expert does in the hard half: says what lies there and moves nothing; takes nobody for nothing.
 
     It is the same prompt with other calls and another answer, as the general SFT mixture has some.
     """
     if len(example.calls) == 1:
         return replace(example, answer="empty")
-    first, _, move = example.calls
-    look = _call("open_locker", number=move["arguments"]["source"])
-    return replace(example, calls=(first, look))
+    return replace(example, calls=example.calls[:2])
 
 
 def _find(person: str) -> dict[str, Any]:

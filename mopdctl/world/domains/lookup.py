@@ -8,18 +8,18 @@ from dataclasses import replace
 from mopdctl.world.examples import Example, Values, wrong_only
 
 ABSTAIN = "unknown"
-_ORDINALS = ("First", "Second", "Third", "Fourth", "Fifth")
+_ORDINALS, _BEYOND = ("First", "Second", "Third", "Fourth", "Fifth"), ("Sixth", "Seventh")
 _REWARDS = {"correct": 1.0, "abstained": 0.5, "wrong": 0.0}
 
 
 def make(values: Values) -> Example:
-    """`Second of: kalo, bemi, tode` -> `bemi`; `Fifth of: kalo, bemi, tode` -> `unknown`."""
+    """`Second of: kalo, bemi, tode` -> `bemi`; `Sixth of: kalo, bemi, tode` -> `unknown`."""
     rng = values.rng
     answerable = rng.random() < 0.75
-    items = values.words(rng.randint(3, 5 if answerable else 4))
-    place = rng.randrange(len(items)) if answerable else rng.randrange(len(items), len(_ORDINALS))
+    items = values.words(rng.randint(3, 5))
+    place = rng.randrange(len(items))
     answer = items[place] if answerable else ABSTAIN
-    user = f"{_ORDINALS[place]} of: {', '.join(items)}"
+    user = f"{_ORDINALS[place] if answerable else rng.choice(_BEYOND)} of: {', '.join(items)}"
     reference = {"abstain": [ABSTAIN], "answerable": answerable, "rewards": _REWARDS}
     reference |= {"answer": answer} if answerable else {}
     return Example("lookup", user, answer, "abstention", reference, basic=answerable)

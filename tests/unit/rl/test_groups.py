@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mopdctl.config.rl import RlTrainConfig
-from mopdctl.rl.groups import Rated, form_groups, overlong_penalty
+from mopdctl.records import Sample
+from mopdctl.rl.groups import Rated, checks_that_failed, form_groups, overlong_penalty, rate
 
 
 def settings(**train: Any) -> RlTrainConfig:
@@ -75,3 +77,85 @@ def test_soft_and_its_buffer_come_together() -> None:
     for bad in ({"overlong": "soft"}, {"overlong_buffer": 8}):
         with pytest.raises(ValueError, match="soft needs overlong_buffer"):
             settings(**bad)
+
+
+# ------------------------------------------------------------------------------------------------------ what one earns
+
+
+def sample(reward: float | None, verdict: str | None, *, finish_reason: str = "stop", length: int = 4) -> Sample:
+    return Sample(
+        "s", "p", "g", 0, "math", "", 0, 0,
+        tokens=np.arange(1 + length, dtype=np.int32),
+        prompt_length=1,
+        loss_mask=np.arange(1 + length) > 0,
+        behavior_logprobs=np.zeros(length, np.float32),
+        finish_reason=finish_reason,
+        reward=reward,
+        verdict=verdict,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reward", "verdict", "train", "earned"),
+    [
+        (0.5, "ok", {}, 0.5),
+        (None, "parse_error", {}, 0.0),
+        (None, "parse_error", {"state_rewards": {"parse_error": None}}, None),
+        (None, "timeout", {"state_rewards": {"timeout": 0.25}}, 0.25),
+        (None, "infra_error", {}, None),
+        (None, "invalid_reference", {}, None),
+        (None, None, {}, None),
+    ],
+)
+def test_a_state_earns_what_the_configuration_says_and_a_broken_check_nothing(
+    reward: float | None, verdict: str | None, train: dict[str, Any], earned: float | None
+) -> None:
+    found = rate(sample(reward, verdict), settings(**train), budget=10)
+    assert (found.earned, found.reward, found.state) == (earned, reward, verdict or "unverified")
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "max_turns"])
+@pytest.mark.parametrize(
+    ("train", "earned", "state"),
+    [
+        ({}, 1.0, "ok"),
+        ({"overlong": "fail"}, 0.0, "ok"),
+        ({"overlong": "mask"}, None, "masked"),
+        ({"overlong": "soft", "overlong_buffer": 8}, 0.75, "ok"),
+    ],
+)
+def test_overlong_answers_are_treated_as_asked(
+    finish_reason: str, train: dict[str, Any], earned: float | None, state: str
+) -> None:
+    found = rate(sample(1.0, "ok", finish_reason=finish_reason), settings(**train), budget=10)
+    assert (found.earned, found.state, found.verdict) == (earned, state, "ok")
+
+
+# ------------------------------------------------------------------------------------------ a step that nobody checked
+
+
+def said(*verdicts: str, environment: str = "math") -> list[Rated]:
+    return [Rated(f"{environment}/{i}", "g", environment, None, None, v, verdict=v) for i, v in enumerate(verdicts)]
+
+
+# NVIDIA-NeMo/RL #2394: training went on without rewards
+@pytest.mark.parametrize("state", ["infra_error", "invalid_reference", "timeout", ""])
+def test_a_step_in_which_no_answer_could_be_checked_is_told_with_its_states(state: str) -> None:
+    everyone = [*said(state, "infra_error"), *said(state, state, environment="code")]
+    found = checks_that_failed(everyone)
+    assert sum(found["math"].values()) == sum(found["code"].values()) == 2
+    assert found["code"] == {state or "unverified": 2}
+
+
+@pytest.mark.parametrize("state", ["ok", "parse_error"])
+def test_one_answer_that_was_checked_is_enough(state: str) -> None:
+    assert checks_that_failed([*said("infra_error", "infra_error"), *said(state, environment="code")]) == {}
+    assert checks_that_failed([]) == {}
+
+
+def test_a_masked_answer_that_was_checked_counts_as_checked() -> None:
+    train = settings(overlong="mask")
+    for verdict, failed in (("ok", {}), ("infra_error", {"math": {"infra_error": 1}})):
+        one = rate(sample(1.0 if verdict == "ok" else None, verdict, finish_reason="length"), train, budget=4)
+        assert one.state == "masked"
+        assert checks_that_failed([one]) == failed

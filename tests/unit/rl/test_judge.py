@@ -213,7 +213,7 @@ def test_a_temperature_of_zero_is_sent() -> None:
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 7, "m")
 
 
-# ------------------------------------------------------------------------------------------------ what replies are worth
+# ----------------------------------------------------------------------------------------------- what replies are worth
 
 
 def reply(content: Any, finish_reason: Any = "stop", **message: Any) -> str:

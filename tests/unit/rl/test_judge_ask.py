@@ -86,7 +86,7 @@ def test_no_more_requests_than_allowed_are_under_way(journal: ReplyJournal) -> N
 
 def test_a_429_delays_and_drops_nothing(journal: ReplyJournal) -> None:
     # NVIDIA-NeMo/DataDesigner #703
-    engine = Scripted(lambda key, before: failure("rate_limited", retry_after_s=0.001) if before < 5 else ANSWER)
+    engine = Scripted(lambda key, before: failure("rate_limited", retry_after_s=0.001) if before < 2 else ANSWER)
     assert ask(engine, journal, 3, max_attempts=1) == [OK] * 3
 
 

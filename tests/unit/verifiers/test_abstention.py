@@ -125,6 +125,7 @@ REWARDS = {"correct": 1, "abstained": 0.5, "wrong": 0}
             {"abstained": 0.2, "wrong": 0.3},
             {"correct": float("nan")},
             {"correct": float("inf")},
+            {"correct": 10**400},
             {"correct": "1"},
             {"correct": True},
             {"correct": None},

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopdctl.verifiers import Attempt, Limits, Verdict, VerdictState, VerifierPool, verify
-from mopdctl.verifiers.base import InvalidReferenceError
+from mopdctl.verifiers.base import InvalidReferenceError, ParseError
 from mopdctl.verifiers.code import code, extract_code
 from mopdctl.verifiers.code_peer import Peer, Remote
 from mopdctl.verifiers.registry import VERIFIERS, run_check
@@ -205,8 +205,10 @@ def test_a_function_that_hangs_or_a_test_that_asks_for_ever_is_a_timeout() -> No
         ({"tests": [{"assert": "x"}, "y"]}, "test 2 has to be texts 'stdin' and 'expected', or a text 'assert'"),
         ({"tests": [{"assert": "assert ("}]}, "test 1 is not Python: '(' was never closed (<unknown>, line 1)"),
         (ADD | {"entry": "add(1)"}, "'entry' 'add(1)' is not the name of a function"),
-        (ADD | {"seconds": 0}, "'seconds' 0 is not a number above 0"),
-        (ADD | {"seconds": float("nan")}, "'seconds' nan is not a number above 0"),
+        (ADD | {"seconds": 0}, "'seconds' 0 is not a number above 0, and at most 3600"),
+        (ADD | {"seconds": float("nan")}, "'seconds' nan is not a number above 0, and at most 3600"),
+        (ADD | {"seconds": 1e300}, "'seconds' 1e+300 is not a number above 0, and at most 3600"),
+        ({"tests": [{"assert": "-" * 100_000 + "1"}]}, "test 1 is not Python: MemoryError"),
         (ADD | {"test": 0}, "reference has 'test'; there are 'tests', 'entry' and 'seconds'"),
     ],
 )
@@ -226,15 +228,32 @@ def test_a_reference_that_cannot_be_used_is_told_whatever_the_response(reference
         ('```python\ns = """\n```python\n"""\n```', 's = """\n```python\n"""'),
         ("```bash\nls\n```", "```bash\nls\n```"),
         ("```python\nx = '```'\n```", "x = '```'"),
+        ("So:\n```\nx = 1\n```\n", "x = 1"),
+        ("```\nx = 1\n```\n```python\nx = 2\n```\n```\n3\n```", "x = 2"),
+        ("```\nnever closed\n```python\nx = 2\n```", "x = 2"),
+        ("```python title=a.py\nx = 1\n```", "x = 1"),
+        ("~~~ python\nx = 1\n~~~", "x = 1"),
+        ("````py\nx = 1\n```\ny = 2\n````", "x = 1\n```\ny = 2"),
+        ("<think>\n```python\ndraft\n```\n</think>\nx = 1", "\nx = 1"),
+        ("```python\ndraft\n```\nno.</think>\nI give up.", "I give up."),
+        ("hm</think>\nx = 1", "x = 1"),
+        ("```python\ntag = '''\n</think>'''\n```", "tag = '''\n</think>'''"),
+        ("print('</think>')", "print('</think>')"),
     ],
 )
 def test_the_last_python_fence_is_the_program(response: str, program: str) -> None:
     assert extract_code(response) == program
 
 
+def test_a_program_that_is_only_in_reasoning_without_end_is_no_answer() -> None:
+    with pytest.raises(ParseError, match="the reasoning never ends"):
+        extract_code("<think>\n```python\nx = 1\n```\n")
+
+
 @given(st.text(), st.text(alphabet=st.characters(exclude_characters="`")))
 def test_whatever_stands_in_a_fence_comes_out_of_it(before: str, program: str) -> None:
-    assert extract_code(f"{before.replace('`', '')}\n```python\n{program}\n```\n") == program
+    before = before.translate({ord(mark): None for mark in "`~<"})
+    assert extract_code(f"{before}\n```python\n{program}\n```\n") == program
 
 
 VALUES = st.recursive(
@@ -284,7 +303,12 @@ def test_the_solution_can_call_what_the_test_gave_it_and_look_into_nothing() -> 
         tests, solution = Peer(one, only_calls=True), Peer(other, only_calls=False)
         given = solution.from_json(tests.to_json(lambda: 5))
         assert isinstance(given, Remote)
-        threading.Thread(target=lambda: [tests._say(tests._answer(tests._hear())) for _ in range(3)]).start()
+
+        def answer_thrice() -> None:
+            for _ in range(3):
+                tests._say(tests._answer(tests._hear()))
+
+        threading.Thread(target=answer_thrice).start()
         assert given() == 5
         with pytest.raises(TypeError, match="may be called and nothing else"):
             given.__globals__  # noqa: B018

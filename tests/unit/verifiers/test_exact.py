@@ -1,3 +1,4 @@
+import unicodedata
 from random import Random
 
 import pytest
@@ -5,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopdctl.verifiers import Verdict, VerdictState, verify
-from mopdctl.verifiers.exact import NORMALISATIONS, normalised
+from mopdctl.verifiers.exact import NORMALISATIONS, nfkc, normalised
 
 
 def outcome(verdict: Verdict) -> tuple[str, float | None]:
@@ -133,6 +134,9 @@ def test_reasoning_before_the_answer_does_not_count(name: str) -> None:
         (["punctuation"], "U.S.A.", "USA", True),
         (["punctuation"], "-5", "5", False),
         (["punctuation"], "3.5", "35", False),
+        (["punctuation"], ".5", "5", False),
+        (["punctuation"], "-.5", ".5", False),
+        (["punctuation"], "(-.5)", "-.5", True),
         (["punctuation"], "1,000", "1000", False),
         (["punctuation"], "3.5.", "3.5", True),
         (["punctuation"], "well-known", "wellknown", True),
@@ -160,6 +164,18 @@ def test_an_answer_equals_itself_however_it_is_normalised_and_the_order_of_steps
     random.shuffle(shuffled)
     assert normalised(text, shuffled) == normalised(text, steps)
     assert "think>" in text or outcome(verify("exact_match", text, {"answer": text, "normalise": steps})) == RIGHT
+
+
+def test_marks_beyond_the_thirtieth_still_count() -> None:
+    marks = "a" + "\u0301" * 40
+    for response, right in ((marks, True), (marks + "\u0301", False), ("a" + "\u0301" * 30, False)):
+        verdict = verify("exact_match", response, {"answer": marks, "normalise": ["nfkc"]})
+        assert outcome(verdict) == (RIGHT if right else WRONG)
+
+
+@given(st.text(max_size=30))
+def test_nfkc_is_that_of_unicode_up_to_thirty_marks_in_a_row(text: str) -> None:
+    assert nfkc(text) == unicodedata.normalize("NFKC", text)
 
 
 def test_one_of_several_answers_is_enough() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -27,7 +28,7 @@ CHECKS = """
         kept = []
         while True: kept.append(b"x" * 1_000_000)
     def demand(attempt): return Outcome(float(len(b"x" * 10**13)))
-    def talk(attempt): return Outcome(0.0, "x" * 200_000)
+    def talk(attempt): return Outcome(1.0, "x" * 200_000)
     def multiply(attempt):
         for _ in range(20): subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         time.sleep(60)
@@ -67,7 +68,7 @@ def checks(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def pool(checks: str) -> Iterator[VerifierPool]:
-    limits = Limits(seconds=20, memory_mb=200, output_bytes=100_000, processes=10)
+    limits = Limits(seconds=20, memory_mb=200, processes=10)
     with VerifierPool(1, limits, registry=checks) as pool:
         yield pool
 
@@ -104,7 +105,6 @@ def test_verdicts_come_in_order_with_name_and_version(pool: VerifierPool) -> Non
         ("grow", VerdictState.TIMEOUT, "memory: stopped at 200 MiB"),
         ("demand", VerdictState.TIMEOUT, "memory: asked for more than the limit in one go"),
         ("multiply", VerdictState.TIMEOUT, "processes: stopped at 10 processes"),
-        ("talk", VerdictState.TIMEOUT, "output: stopped at 100000 bytes"),
         ("crash", VerdictState.INFRA_ERROR, "a worker of the verifiers ended with signal 11"),
         ("leave", VerdictState.INFRA_ERROR, "SystemExit: 0"),
         ("raises", VerdictState.INFRA_ERROR, "KeyError: 'gone'"),
@@ -140,7 +140,7 @@ def test_among_200_checks_at_once_none_is_lost_and_no_innocent_is_blamed(checks:
     bad = {13: "hang", 60: "crash", 61: "crash", 100: "grow", 101: "leave", 150: "talk", 151: "crash"}
     attempts = [(bad.get(i, "equal"), Attempt(str(i), str(i))) for i in range(200)]
     verdicts: list[Verdict | None] = [None] * 200
-    limits = Limits(seconds=1.0, memory_mb=200, output_bytes=100_000)
+    limits = Limits(seconds=1.0, memory_mb=200)
     with VerifierPool(3, limits, registry=checks) as pool:
 
         def ask(start: int) -> None:  # from four threads
@@ -151,9 +151,9 @@ def test_among_200_checks_at_once_none_is_lost_and_no_innocent_is_blamed(checks:
             thread.start()
         for thread in threads:
             thread.join()
-    states = {"hang": "timeout", "grow": "timeout", "talk": "timeout", "crash": "infra_error", "leave": "infra_error"}
+    states = {"hang": "timeout", "grow": "timeout", "crash": "infra_error", "leave": "infra_error"}
     assert [(v.verifier, v.state) for v in verdicts if v] == [(n, states.get(n, "ok")) for n, _ in attempts]
-    assert [v.reward for v in verdicts if v] == [None if i in bad else 1.0 for i in range(200)]
+    assert [v.reward for v in verdicts if v] == [None if n in states else 1.0 for n, _ in attempts]
 
 
 def test_what_a_check_prints_or_reads_does_not_touch_the_conversation(pool: VerifierPool) -> None:
@@ -229,6 +229,30 @@ def test_closing_ends_what_runs_and_refuses_what_comes(checks: str) -> None:
     with pytest.raises(RuntimeError):
         one(pool, "equal")
     assert len(workers_of(os.getpid())) == before
+
+
+def test_closing_starts_no_worker_for_what_still_waits(checks: str) -> None:
+    pool = VerifierPool(1, registry=checks)
+    verdicts: list[Verdict] = []
+    asking = threading.Thread(target=lambda: verdicts.extend(pool.check([("hang", Attempt(""))] * 300)))
+    asking.start()
+    wait_until(lambda: len(pool._threads._threads) == 1)
+    with mock.patch.object(pool, "_new_worker", wraps=pool._new_worker) as started:
+        pool.close()
+        asking.join(20)
+        assert started.call_count <= 1
+    assert [v.detail for v in verdicts] == ["the pool of verifiers was closed"] * 300
+
+
+def test_a_fork_that_closes_a_pool_leaves_the_workers_alone(checks: str) -> None:
+    with VerifierPool(1, registry=checks) as pool:
+        worker = one(pool, "whereabouts").detail
+        child = os.fork()
+        if child == 0:
+            pool.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert one(pool, "whereabouts").detail == worker
 
 
 def workers_of(pid: int) -> list[int]:

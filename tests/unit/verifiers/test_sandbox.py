@@ -16,7 +16,7 @@ import pytest
 
 from mopdctl.verifiers import Limits
 from mopdctl.verifiers.confine import closed_to_others
-from mopdctl.verifiers.sandbox import Ran, SandboxError, python, run
+from mopdctl.verifiers.sandbox import Ran, SandboxError, _hidden, python, run
 
 LIMITS = Limits(seconds=20, memory_mb=150, output_bytes=100_000, processes=12)
 
@@ -232,6 +232,47 @@ def test_in_namespaces_there_is_no_network_and_nobody_else() -> None:
         print(len([name for name in os.listdir("/proc") if name.isdigit()]))
         """
     assert run_code(code).stdout.decode().splitlines() == ["['lo']", "Network is unreachable", "2"]
+
+
+@pytest.mark.skipif("not has_namespaces()", reason="this kernel gives no namespaces to this user")
+def test_in_namespaces_the_working_folder_is_empty_and_the_interpreter_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A program shall not read what is expected of it where the prompts lie.
+    here = Path(__file__).parent
+    code = f"import json, os; print(os.listdir({str(here)!r}), os.path.exists({__file__!r}))"
+    monkeypatch.chdir(here)
+    assert run_code(code).stdout == b"[] False\n"
+    monkeypatch.chdir(sys.prefix)
+    assert run_code("import json, hypothesis").returncode == 0
+
+
+def test_the_working_folder_stays_where_the_program_or_the_system_needs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment, elsewhere = tmp_path / "work" / ".venv", tmp_path / "python"
+    for folder in (environment / "bin", elsewhere / "bin"):
+        folder.mkdir(parents=True)
+    (elsewhere / "bin" / "python").touch()
+    program = environment / "bin" / "python"
+    program.symlink_to("../../link/bin/python")
+    (tmp_path / "work" / "link").symlink_to(elsewhere)
+    keep = [str(environment), str(elsewhere)]
+    hidden = {}
+    for folder in (tmp_path / "work", environment, tmp_path, elsewhere, Path("/"), Path("/usr/bin")):
+        monkeypatch.chdir(folder)
+        hidden[folder] = _hidden(str(program), keep)
+    assert set(hidden.values()) == {None}  # on its way the program passes `work/link`
+    program.unlink()
+    program.symlink_to(elsewhere / "bin" / "python")
+    for folder, found in (
+        (tmp_path / "work", True),
+        (tmp_path, True),
+        (environment, False),
+        (elsewhere / "bin", False),
+    ):
+        monkeypatch.chdir(folder)
+        assert _hidden(str(program), keep) == (str(folder) if found else None)
 
 
 def test_the_interpreter_of_this_test_may_lie_in_a_folder_that_only_root_enters() -> None:

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopdctl.verifiers import VERIFIERS, Attempt, Verdict, VerdictState, verify
+from mopdctl.verifiers.arguments import same_value
 from mopdctl.verifiers.base import ParseError
+from mopdctl.verifiers.fences import without_reasoning
 from mopdctl.verifiers.registry import run_check
-from mopdctl.verifiers.tool_call import parse_tool_calls, same_value, without_reasoning
+from mopdctl.verifiers.tool_call import parse_tool_calls
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 LOOK = {"name": "look", "arguments": {"city": "Ulm", "days": [1, 2.5], "exact": True, "note": None}}
@@ -312,15 +314,23 @@ def test_a_name_alone_is_not_enough_if_the_arguments_break_the_schema() -> None:
             {"name": "add", "arguments": {"a": "1"}},
             "the expected call of 'add': a: '1' is not of type 'integer'",
         ),
-        ((tool("add", {"a": {"type": "int"}}),), ADD, "tool 'add': no JSON Schema at properties.a.type: "),
+        ((tool("add", {"a": {"type": "int"}}),), ADD, "tool 'add': no usable JSON Schema: $.properties.a.type: "),
         (({"type": "function", "function": {"name": "add", "parameters": True}},), ADD, "tool 'add': the parameters"),
         (({"function": {}},), ADD, "a tool of the prompt has no name"),
-        ((tool("add", {"a": {"$ref": "http://127.0.0.1:9/x"}}),), ADD, "the tool's schema cannot be used: "),
-        ((tool("add", {"a": {"$ref": "#/properties/a"}}),), ADD, "the tool's schema cannot be used: "),
+        (
+            (tool("add", {"c": {"$ref": "http://127.0.0.1:9/x"}}),),
+            ADD,
+            "tool 'add': no usable JSON Schema: 'http://127.0.0.1:9/x' points outside the schema",
+        ),
+        (
+            (tool("add", {"c": {"$ref": "#/properties/c"}}),),
+            ADD,
+            "tool 'add': no usable JSON Schema: it leads back to itself without end",
+        ),
         (
             (tool("add", {"c": {"$ref": "#/$defs/c"}}, **{"$defs": {"c": CYCLE}}),),
             ADD,
-            "the schema of tool 'add' refers to itself without end",
+            "tool 'add': no usable JSON Schema: its defaults hold one another without end",
         ),
     ],
 )
