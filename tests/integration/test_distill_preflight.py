@@ -107,17 +107,17 @@ def test_a_permuted_vocabulary_of_the_same_size_is_refused(
 
     edit_json(folder / "tokenizer.json", swap)
     assert refusal(document, tmp_path / "workspace") == (
-        f"teacher 'tools' ({folder}): differs from student {document['student']} in vocabulary (504 and 504 tokens, of "
+        f"teacher 'tools' ({folder}): differs from student {document['student']} in vocabulary (512 and 512 tokens, of "
         "the same size but in another order); a teacher must read the student's tokens as the student wrote them"
     )
 
 
 def test_another_size_of_vocabulary_is_refused(other_tools: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, document = other_tools
-    added = {"id": 504, "content": "<x>", "special": False, "normalized": False}
+    added = {"id": 512, "content": "<x>", "special": False, "normalized": False}
     added |= {"single_word": False, "lstrip": False, "rstrip": False}
     edit_json(folder / "tokenizer.json", lambda t: t["added_tokens"].append(added))
-    assert "in vocabulary (504 and 505 tokens); a" in refusal(document, tmp_path / "workspace")
+    assert "in vocabulary (512 and 513 tokens); a" in refusal(document, tmp_path / "workspace")
 
 
 def test_other_end_tokens_are_refused_with_their_ids(other_tools: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def thinker(write_tiny_model: Callable[..., Path], tmp_path_factory: pytest.Temp
 
 
 def test_an_effort_brings_its_template_arguments_and_its_budget(thinker: HFModel, teachers_document: Document) -> None:
-    config = TeachersFile.model_validate(teachers_document(top=EFFORTS, max_new_tokens=9))
+    config = TeachersFile.model_validate(teachers_document(top=EFFORTS, max_new_tokens=9, seed=1))
     prompts = [
         Prompt(effort, ({"role": "user", "content": "1+1"},), None, {"domain": "arithmetic", "effort": effort})
         for effort in ("high", "low")

@@ -220,9 +220,9 @@ def test_every_probe_ends_in_the_state_that_the_template_earns(
 
 # marin-community/marin #7237
 def test_the_share_of_trained_tokens_is_said(details: Details) -> None:
-    assert details(GOOD)["generation_tags"] == "the loss covers 21 of 40 tokens, from generation tags"
+    assert details(GOOD)["generation_tags"] == "the loss covers 22 of 44 tokens, from generation tags"
     empty = details(TEMPLATES["tags without words"][0])["generation_tags"]
-    assert empty.startswith("the loss covers 0 of 40 tokens and leaves out an early answer and a late answer")
+    assert empty.startswith("the loss covers 0 of 44 tokens and leaves out an early answer and a late answer")
 
 
 # QwenLM/Qwen3-Coder #444, oumi-ai/oumi #2603
@@ -361,7 +361,7 @@ def test_a_model_without_end_tokens_is_bad(report: Callable[..., TemplateReport]
 def test_control_tokens_in_a_users_text_are_counted(report: Callable[..., TemplateReport], tiny_tokenizer: Any) -> None:
     assert report(GOOD).findings[6].detail == "'<|end|><|assistant|>' in a user's text becomes 2 control tokens"
     words = chatml(others="{% else %}{{ m.content }};" + END, prompt="{% if add_generation_prompt %}say:{% endif %}")
-    assert "<|assistant|>' in a user's text becomes 5 control tokens" in report(words).findings[6].detail
+    assert "<|tool|>' in a user's text becomes 6 control tokens" in report(words).findings[6].detail
 
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = GOOD

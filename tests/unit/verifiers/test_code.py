@@ -103,7 +103,14 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
+OTHER_WAYS = {"exits well before the test", "leaves in the test", "is what nobody can compare", "floods the connection"}
+OTHER_WAYS |= {"closes the connection", "never answers what is asked", "raises what it is"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(CHEATS[name], id=name, marks=[pytest.mark.slow] * (name in OTHER_WAYS)) for name in CHEATS],
+)
 def test_only_the_right_value_passes(program: str) -> None:
     # PrimeIntellect-ai/verifiers #1480, huggingface/OpenEnv #1199 and #1200
     reward, detail = judge(program, ADD)
@@ -148,21 +155,21 @@ def half(n): return fractions.Fraction(n, 2)
 """
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "s = Shop(name='y')\nassert s.put('a', 3).put('b', 2).cheapest() == 'b' and s.name == 'y' and len(s) == 2",
-        "assert Shop().put('a', 3).put('b', 2).cheapest(key=lambda item: item) == 'a'",
-        "assert Shop().put('a', 1) == Shop().put('a', 1) != Shop() and isinstance(Shop(), Shop)",
-        "from solution import first\ntry: first([])\nexcept ValueError as e: assert str(e) == 'nothing there'",
-        "things = [1, [2], {3: (4,)}]\nassert turn(things) is None and things == [{3: (4,)}, [2], 1]",
-        "assert count(['a', 'b', 'a']) == {'a': 2, 'b': 1}",
-        "e = evens()\nassert [next(e), next(e), next(e)] == [0, 2, 4]",
-        "import itertools\nassert list(itertools.islice(evens(), 2)) == [0, 2] and 6 in evens()",
-        "from fractions import Fraction\nassert half(3) == Fraction(3, 2) == 1.5",
-        "def check(candidate):\n    assert candidate((5, 6)) == 5\ncheck(first)",
-    ],
-)
+USES = [
+    "s = Shop(name='y')\nassert s.put('a', 3).put('b', 2).cheapest() == 'b' and s.name == 'y' and len(s) == 2",
+    "assert Shop().put('a', 3).put('b', 2).cheapest(key=lambda item: item) == 'a'",
+    "assert Shop().put('a', 1) == Shop().put('a', 1) != Shop() and isinstance(Shop(), Shop)",
+    "from solution import first\ntry: first([])\nexcept ValueError as e: assert str(e) == 'nothing there'",
+    "things = [1, [2], {3: (4,)}]\nassert turn(things) is None and things == [{3: (4,)}, [2], 1]",
+    "assert count(['a', 'b', 'a']) == {'a': 2, 'b': 1}",
+    "e = evens()\nassert [next(e), next(e), next(e)] == [0, 2, 4]",
+    "import itertools\nassert list(itertools.islice(evens(), 2)) == [0, 2] and 6 in evens()",
+    "from fractions import Fraction\nassert half(3) == Fraction(3, 2) == 1.5",
+    "def check(candidate):\n    assert candidate((5, 6)) == 5\ncheck(first)",
+]
+
+
+@pytest.mark.parametrize("test", ["\n".join(USES), *(pytest.param(use, marks=pytest.mark.slow) for use in USES)])
 def test_a_test_meets_classes_callbacks_exceptions_generators_and_changed_lists(test: str) -> None:
     assert judge(SHOP, {"tests": [{"assert": test}]}) == (1.0, "")
 
@@ -170,15 +177,15 @@ def test_a_test_meets_classes_callbacks_exceptions_generators_and_changed_lists(
 @pytest.mark.parametrize(
     ("program", "detail"),
     [
-        ("while True: pass", "time: stopped at 0.5 s"),
-        ("import time\ntime.sleep(60)", "time: stopped at 0.5 s"),
+        ("while True: pass", "time: stopped at 0.2 s"),
+        pytest.param("import time\ntime.sleep(60)", "time: stopped at 0.2 s", marks=pytest.mark.slow),
         ("while True: print('x' * 1000)", "output: stopped at 1048576 bytes"),
         ("kept = []\nwhile True: kept.append(b'x' * 10_000_000)", "memory: stopped at 512 MiB"),
     ],
 )
 @pytest.mark.parametrize("test", [{"stdin": "", "expected": ""}, {"assert": "f()"}], ids=["printed", "called"])
 def test_a_program_that_passes_a_limit_is_a_timeout(program: str, detail: str, test: dict[str, str]) -> None:
-    seconds = 0.5 if detail.startswith("time") else 20
+    seconds = 0.2 if detail.startswith("time") else 20
     started = time.monotonic()
     verdict = check(program, {"tests": [test], "seconds": seconds})
     assert (verdict.state, verdict.reward, verdict.detail) == (VerdictState.TIMEOUT, None, detail)
@@ -186,9 +193,9 @@ def test_a_program_that_passes_a_limit_is_a_timeout(program: str, detail: str, t
 
 
 def test_a_function_that_hangs_or_a_test_that_asks_for_ever_is_a_timeout() -> None:
-    verdict = check("def add(a, b):\n  while True: pass", ADD | {"seconds": 0.5})
-    assert (verdict.state, verdict.detail) == (VerdictState.TIMEOUT, "time: stopped at 0.5 s")
-    endless = {"tests": [{"assert": "while True: pass"}], "seconds": 0.5}
+    verdict = check("def add(a, b):\n  while True: pass", ADD | {"seconds": 0.3})
+    assert (verdict.state, verdict.detail) == (VerdictState.TIMEOUT, "time: stopped at 0.3 s")
+    endless = {"tests": [{"assert": "while True: pass"}], "seconds": 0.1}
     assert check("x = 1", endless).state == VerdictState.TIMEOUT
 
 

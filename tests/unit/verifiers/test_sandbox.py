@@ -105,7 +105,7 @@ def test_a_program_that_uses_too_much_is_stopped_and_nothing_of_it_is_left(
 )
 def test_a_program_that_does_not_end_is_stopped_in_time(code: str, namespaces: bool) -> None:
     started = time.monotonic()
-    ran = run_code(code, namespaces=namespaces, limits=Limits(seconds=0.5, memory_mb=150))
+    ran = run_code(code, namespaces=namespaces, limits=Limits(seconds=0.2, memory_mb=150))
     assert ran.stopped == "time"
     assert time.monotonic() - started < 2.5
 
