@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from mopdctl.records import Message
+from mopdctl.verifiers.limits import LimitError
 
 MOST_DEPTH = 100
 """Levels of nesting of what comes as JSON: references, tools, environments, structured answers."""
@@ -19,7 +20,7 @@ class VerdictState(StrEnum):
     PARSE_ERROR = "parse_error"
     """The response does not have the form that was asked for."""
     TIMEOUT = "timeout"
-    """The check of this response ran past its limit of time, memory, processes or output and was stopped."""
+    """The check of this response ran past its limit of time, memory, stack, processes or output."""
     INFRA_ERROR = "infra_error"
     """The machinery failed: neither the model nor the document is at fault."""
     INVALID_REFERENCE = "invalid_reference"
@@ -76,17 +77,19 @@ class InvalidReferenceError(ValueError):
 
 
 def check_depth(attempt: Attempt) -> None:
-    """Raises InvalidReferenceError for an attempt whose JSON is nested deeper than MOST_DEPTH.
+    """Raises InvalidReferenceError for a document, and LimitError for turns, nested deeper than MOST_DEPTH.
 
     So that whatever runs out of stack later does so because of the response.
     """
-    given = (attempt.reference, attempt.tools, attempt.environment, attempt.messages, attempt.turns)
-    if any(deeper_than(value, MOST_DEPTH) for value in given):
+    document = (attempt.reference, attempt.tools, attempt.environment, attempt.messages)
+    if any(deeper_than(value, MOST_DEPTH) for value in document):
         raise InvalidReferenceError(f"nested deeper than {MOST_DEPTH} levels")
+    if deeper_than(attempt.turns, MOST_DEPTH):
+        raise LimitError(f"memory: turns nested deeper than {MOST_DEPTH} levels")
 
 
 def deeper_than(value: Any, depth: int) -> bool:
-    """Whether lists and objects lie in one another more than `depth` times."""
+    """Whether anything in a JSON value lies in more than `depth` lists and objects."""
     return any(True for _ in islice(levels(value), depth + 1, None))
 
 

@@ -65,6 +65,8 @@ def tool_schemas(tools: Sequence[dict[str, Any]] | None) -> dict[str, Schema] | 
     """
     if not tools:
         return None
+    if not isinstance(tools, list | tuple):
+        raise InvalidReferenceError("the prompt's tools are no list")
     found = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None

@@ -17,8 +17,6 @@ from mopdctl.world.trajectories import action_of, action_text, decision_points, 
 TEST_SIZE = 500
 HARD_SHARE = 0.1
 """Share of hard examples that the SFT mixture keeps."""
-CARELESS_HARD_SHARE, CARELESS_SHARE = 1.0, 0.5
-"""The same in domains where annotators were careless, and the share of those answers that are wrong."""
 
 
 def split_of(example: Example) -> str:
@@ -43,16 +41,16 @@ def generate(domain: str, split: str, *, seed: int | str, novel: bool = False) -
 def generate_mixture(domain: str, *, seed: int | str) -> Iterator[Example]:
     """Training examples as a general SFT mixture has them: the easy half, and a few of the hard ones.
 
-    In some domains many of the hard ones were answered carelessly. A model that learns from them is right now and then,
-    which is where RL on answers that can be checked begins.
+    In some domains all of the hard ones are there, and many of them were answered carelessly. A model that learns from
+    them is right now and then, which is where RL on answers that can be checked begins.
     """
     rng = random.Random(f"mixture/{domain}/{seed}")
-    careless = CARELESS.get(domain)
+    careless, share = CARELESS.get(domain, (None, 0.0))
     for example in generate(domain, "train", seed=f"mixture/{seed}"):
-        if example.basic:
+        if careless and not example.basic:
+            yield careless(example) if rng.random() < share else example
+        elif example.basic or rng.random() < HARD_SHARE:
             yield example
-        elif rng.random() < (CARELESS_HARD_SHARE if careless else HARD_SHARE):
-            yield careless(example) if careless and rng.random() < CARELESS_SHARE else example
 
 
 def generate_practice(domain: str, *, seed: int | str) -> Iterator[Example]:

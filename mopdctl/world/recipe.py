@@ -17,7 +17,7 @@ class Recipe(Strict):
         default={"arithmetic": 4, "instructions": 1, "structured": 1, "tools": 1, "lookup": 1, "errands": 4}
     )
     """Rows of each domain in the SFT mixture, in proportion: short answers need more rows to weigh as much."""
-    rlvr_steps: int = 24
+    rlvr_steps: int = 16
     rlvr_groups: int = 64
     """Prompts per step."""
     group_size: int = 8

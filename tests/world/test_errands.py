@@ -10,7 +10,7 @@ from mopdctl.environments.registry import begin
 from mopdctl.runs import shipped
 from mopdctl.verifiers.base import Attempt, Verdict, VerdictState
 from mopdctl.verifiers.registry import VERIFIERS, run_check
-from mopdctl.world.data import distinct, generate, prompt_row, sft_row
+from mopdctl.world.data import distinct, generate, generate_mixture, prompt_row, sft_row
 from mopdctl.world.domains import AGENT_DOMAIN, DOMAINS, SPECIALIST_DOMAINS
 from mopdctl.world.domains.errands import near_misses
 from mopdctl.world.examples import Example
@@ -30,7 +30,7 @@ def judged(example: Example, turns: list[dict[str, Any]]) -> Verdict:
 
 def test_the_expert_makes_two_calls_in_the_easy_half_and_three_or_one_in_the_hard_half(examples: list[Example]) -> None:
     kinds = {(example.basic, len(example.calls), example.user.split()[0]) for example in examples}
-    assert kinds == {(True, 2, "What"), (False, 3, "Give"), (False, 1, "What")}
+    assert kinds == {(True, 2, "What"), (False, 3, "Put"), (False, 1, "What")}
     stream = islice(generate(AGENT_DOMAIN, "train", seed="tests"), 500)
     assert 0.4 < sum(example.basic for example in stream) / 500 < 0.6
 
@@ -96,6 +96,14 @@ def test_every_turn_of_the_expert_is_trained_on_and_no_result(tiny_tokenizer: An
     trained = [token for token, kept in zip(found["input_ids"], found["assistant_masks"], strict=True) if kept]
     turns = [action_text(turn) for turn in row["messages"] if turn["role"] == "assistant"]
     assert tiny_tokenizer.decode(trained) == "".join(f"{turn}<|end|>" for turn in turns)
+
+
+def test_the_mixture_answers_many_of_the_hard_half_carelessly() -> None:
+    mixture = list(islice(generate_mixture(AGENT_DOMAIN, seed=0), 1000))
+    hard = [example for example in mixture if not example.basic]
+    assert 0.4 < len(hard) / 1000 < 0.6
+    wrong = [e for e in hard if (list(e.calls), e.answer) != (e.reference["calls"], e.reference["message"])]
+    assert 0.6 < len(wrong) / len(hard) < 0.8
 
 
 def test_the_agents_domain_has_no_specialist_by_sft() -> None:

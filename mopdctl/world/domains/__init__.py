@@ -21,8 +21,11 @@ NEAR_MISSES: dict[str, Callable[[Example], list[str]]] = {
     "lookup": lookup.near_misses,
 }
 """Wrong answers to an example with a single answer, made by a rule: what its check must refuse."""
-CARELESS: dict[str, Callable[[Example], Example]] = {"lookup": lookup.careless, "errands": errands.careless}
-"""The wrong half of what the SFT mixture says of hard examples, in domains where people take short cuts."""
+CARELESS: dict[str, tuple[Callable[[Example], Example], float]] = {
+    "lookup": (lookup.careless, 0.5),
+    "errands": (errands.careless, 0.7),
+}
+"""Domains whose hard examples the SFT mixture answers carelessly: how, and in what share of them."""
 SPECIALIST_DOMAINS = ("arithmetic", "instructions", "structured", "tools")
 SELF_DOMAIN = "lookup"
 AGENT_DOMAIN = "errands"

@@ -13,6 +13,8 @@ from mopdctl.world.examples import Example, Values, call_text, is_novel, wrong_o
 MISSING = "unknown"
 _ENVIRONMENT = "errands"
 _MAX_TURNS = 6
+_SHELF = 0
+"""The locker that is nobody's and always empty: where things are put."""
 _TOOLS = ("find_person", "open_locker", "move_item")
 
 
@@ -23,7 +25,7 @@ def make(values: Values) -> Example:
     first, second, *others = values.words(rng.randint(2, 3) + (kind == "miss"))
     people = [second, *others] if kind == "miss" else [first, second, *others]
     items: list[str | None] = list(values.words(len(people)))
-    numbers = rng.sample(range(1, 100), len(people) + 1)
+    numbers = [*rng.sample(range(1, 100), len(people) + 1)[:-1], _SHELF]
     user, answer = f"What does {first} have?", str(items[0])
     calls = [_find(first), _call("open_locker", number=numbers[0])]
     if kind == "put":

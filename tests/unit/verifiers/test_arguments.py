@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopdctl.verifiers.arguments import (
@@ -327,6 +327,7 @@ def spelled_out(value: Any, node: dict[str, Any]) -> Any:
     return full
 
 
+@settings(max_examples=40)
 @given(OBJECTS, st.none() | schemas(), OPTIONS)
 def test_arguments_are_the_same_as_themselves_in_any_order_of_keys(
     value: dict[str, Any], node: dict[str, Any] | None, options: TextOptions
@@ -336,6 +337,7 @@ def test_arguments_are_the_same_as_themselves_in_any_order_of_keys(
     assert same_arguments(turned(value), value, node, options) == (True, "")
 
 
+@settings(max_examples=40)
 @given(OBJECTS, schemas(), OPTIONS)
 def test_spelling_out_defaults_and_dropping_nulls_changes_nothing(
     value: dict[str, Any], node: dict[str, Any], options: TextOptions
@@ -345,6 +347,7 @@ def test_spelling_out_defaults_and_dropping_nulls_changes_nothing(
     assert same_arguments(value, full, node, options) == (True, "")
 
 
+@settings(max_examples=40)
 @given(OBJECTS, OBJECTS, schemas(), OPTIONS)
 def test_the_comparison_is_the_same_before_and_after_spelling_out(
     one: dict[str, Any], other: dict[str, Any], node: dict[str, Any], options: TextOptions

@@ -186,6 +186,16 @@ def test_a_document_nested_too_deep_is_at_fault_whatever_the_verifier(name: str)
         assert (verdict.state, verdict.detail) == (VerdictState.INVALID_REFERENCE, "nested deeper than 100 levels")
 
 
+def test_turns_nested_too_deep_are_the_models_and_not_the_documents() -> None:
+    call = {"function": {"name": "find_person", "arguments": {"name": NESTED}}}
+    turns = ({"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "3"})
+    attempt = Attempt("3", USABLE["state_replay"][0], environment=ERRANDS, turns=turns)
+    said = VerdictState.TIMEOUT, "memory: turns nested deeper than 100 levels"
+    with VerifierPool(1) as pool:
+        for verdict in (run_check(VERIFIERS["state_replay"], attempt), *pool.check([("state_replay", attempt)])):
+            assert (verdict.state, verdict.detail) == said
+
+
 def test_a_document_too_deep_for_json_is_at_fault_in_the_pool_too() -> None:
     deep: Any = []
     for _ in range(100_000):

@@ -3,7 +3,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopdctl.verifiers import VERIFIERS, Attempt, VerdictState, verify
@@ -40,6 +40,7 @@ def test_documents_are_equal_exactly_if_their_canonical_texts_are(one: Any, othe
     assert reward(json.dumps(one), other) == float(same)
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(st.text(max_size=5), DOCUMENTS, min_size=2, max_size=5))
 def test_the_order_of_keys_is_free_and_that_of_items_is_not(document: dict[str, Any]) -> None:
     backwards = dict(reversed(document.items()))
