@@ -27,11 +27,12 @@ class Recipe(Strict):
     """Prompts of each domain in the RL that makes the model MOPD begins with, in proportion."""
     trajectories: int = 150
     """Expert trajectories of errands, from which the agent's pivots are taken."""
-    lambda_diff: float = 0.8
-    """Only turns at which the student's mean reward lies below are pivots."""
+    lambda_diff: float = 0.99
+    """Only turns at which the student's mean reward lies below are pivots. With 0.8 nearly all pivots ask for one and
+    the same call, which the agent then makes everywhere."""
     agent_steps: int = 30
     agent_groups: int = 32
-    agent_rate: float = 1e-3
+    agent_rate: float = 7e-4
     specialist_steps: dict[str, int] = Field(
         default={"arithmetic": 200, "instructions": 70, "structured": 80, "tools": 60}
     )
