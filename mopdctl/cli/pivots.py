@@ -33,6 +33,10 @@ def extract(
         list[str] | None,
         typer.Option("--match", help="KEY=VALUE of how answers are compared with the action; may be repeated."),
     ] = None,
+    compat: Annotated[
+        Literal["nemo-gym", "nemo-gym-swe"] | None,
+        typer.Option("--compat", help="Compare as NeMo Gym does, its defects included.  [default: our own rules]"),
+    ] = None,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,6 +62,7 @@ def extract(
         format=format,
         domain=domain,
         match=_options(match or []),
+        compat=compat,
         on_progress=line.update,
     )
     document = {

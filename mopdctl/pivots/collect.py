@@ -16,6 +16,7 @@ from mopdctl.pivots.folder import CANDIDATES, MANIFEST, NOTES, SKIPPED
 from mopdctl.runs import Workspace, locked, package_versions
 from mopdctl.verifiers.base import InvalidReferenceError
 from mopdctl.verifiers.matching import read_match
+from mopdctl.verifiers.nemo_gym import comparator
 
 
 def collect(
@@ -26,12 +27,14 @@ def collect(
     format: str | None = None,
     domain: str | None = None,
     match: dict[str, Any] | None = None,
+    compat: str | None = None,
     on_progress: Callable[[int], None] = lambda turns: None,
 ) -> dict[str, Any]:
     """Writes candidates, skipped turns and documents, notes on what was unusual and, last, `manifest.json`.
 
     Returns the manifest; the one that is there already if the same files made it. `domain` is that of trajectories
-    which name none. `match` becomes part of every action: how the verifier `action` compares with it.
+    which name none. `match` and `compat` become part of every action: how the verifier `action` compares with it, by
+    our rules or by those of another project (`nemo-gym`, `nemo-gym-swe`), which then also say what `match` may hold.
 
     Raises InputError if other files have the name, if there is not one candidate, or for an unknown option in `match`.
     """
@@ -39,11 +42,15 @@ def collect(
         if not path.is_file():
             raise InputError(f"{path}: {'is a folder; name its files' if path.is_dir() else 'no such file'}")
     try:
-        read_match(match, content=True)
+        if compat is None:
+            read_match(match, content=True)
+        else:
+            comparator(compat, match, [{"name": "any", "arguments": {}}])
     except (InvalidReferenceError, TypeError) as error:
         raise InputError(f"--match: {error}") from None
     inputs = [{"path": str(path), "digest": file_digest(path)} for path in paths]
     config = {"inputs": [entry["digest"] for entry in inputs], "format": format, "domain": domain, "match": match}
+    config |= {"compat": compat} if compat else {}
     folder = workspace.pivots(name)
     with locked(folder):
         if (folder / MANIFEST).is_file():
@@ -67,6 +74,7 @@ def collect(
                     else:
                         trajectories.add(found.trajectory_id)
                         action = found.action | ({"match": match} if match else {})
+                        action |= {"compat": compat} if compat else {}
                         yield replace(found, domain=found.domain or domain or "", action=action)
                 if not tally.candidates:
                     raise InputError(f"{paths[0]}: holds no candidate ({_why(tally)}); name the right file or --format")
@@ -79,6 +87,7 @@ def collect(
             "format": format,
             "domain": domain,
             "match": match,
+            "compat": compat,
             "fingerprint": fingerprint(config),
             "trajectories": len(trajectories),
             "turns": counts["turns"],

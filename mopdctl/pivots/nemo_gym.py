@@ -64,7 +64,7 @@ def _expected(action: dict[str, Any]) -> dict[str, Any]:
     How calls are compared is the server's configuration there, not the row's.
     """
     if action["type"] != BATCH:
-        return {key: value for key, value in action.items() if key != "match"}
+        return {key: value for key, value in action.items() if key not in ("match", "compat")}
     calls = [{"type": FUNCTION_CALL, "name": call["name"], "arguments": call["arguments"]} for call in action["calls"]]
     return calls[0] if len(calls) == 1 else {"type": BATCH, "calls": calls}
 

@@ -203,6 +203,25 @@ def test_how_answers_are_compared_goes_from_the_extraction_into_the_rows(
     assert not any("match" in row["expected_action"] for _, row in read_jsonl(tmp_path / "nemo-gym.jsonl"))
 
 
+def test_rows_may_be_compared_as_nemo_gym_does(cli: Cli, trajectories: Path, tmp_path: Path) -> None:
+    place = ["--workspace", tmp_path / "ws"]
+    assert cli("pivots", "extract", trajectories, "--out", "errands", "--compat", "nemo-gym", *place).code == 0
+    for format in ("rl", "nemo-gym"):
+        out = tmp_path / f"{format}.jsonl"
+        assert cli("pivots", "export", "errands", "--format", format, "--all", "--out", out, *place).code == 0
+    prompts = read_prompts(tmp_path / "rl.jsonl", ())
+    assert {p.reference["compat"] for p in prompts} == {"nemo-gym"}
+    expected = prompts[0].reference
+    call = f'<tool_call>{{"name": "{expected["name"]}", "arguments": {expected["arguments"]}}}</tool_call>'
+    # A second call beside the expected one: theirs passes it, ours does not.
+    theirs, ours = (
+        run_check(VERIFIERS["action"], Attempt(call + call, {k: v for k, v in expected.items() if k not in drop}))
+        for drop in ((), ("compat",))
+    )
+    assert (theirs.reward, ours.reward) == (1, 0)
+    assert not any("compat" in row["expected_action"] for _, row in read_jsonl(tmp_path / "nemo-gym.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
