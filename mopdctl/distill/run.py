@@ -113,7 +113,7 @@ def run_distill(
         measure = held_out.start(*held, student, teachers) if held else None
         if train.warm_start == "merge" and is_fresh(folder):
             merge_into(student, config, workspace, base=base, scale=train.warm_start_scale)
-        session = Session(folder, student, train)
+        session = Session(folder, student, train, on_step)
         snapshot = snapshot_of(student, session.extra) if train.staleness else None
         algorithm = exact_kl_loss(train, teachers) if train.objective == "exact" else sampled_token_loss(train)
         rollouts = StepRollouts(
@@ -144,7 +144,6 @@ def run_distill(
             if measure and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
                 metrics |= measure.measure(student)
             session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
-            on_step(step + 1, metrics)
         rollouts.close()
         session.publish(target, _card(config, record, folder), record)
     return target

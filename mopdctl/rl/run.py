@@ -64,7 +64,7 @@ def run_rl(
     with sole_writer(folder, target, record) as ours:
         if not ours:
             return target
-        session = Session(folder, student, train)
+        session = Session(folder, student, train, on_step)
         snapshot = snapshot_of(student, session.extra) if train.staleness else None
         algorithm = policy_loss(train)
         with _pool(train) as pool:
@@ -94,7 +94,6 @@ def run_rl(
                     assert inputs.held_out is not None
                     metrics |= inputs.held_out.metrics(student, pool)
                 session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
-                on_step(step + 1, metrics)
             rollouts.close()
         session.publish(target, _card(config, record), record)
     return target

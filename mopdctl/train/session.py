@@ -63,8 +63,9 @@ class Session:
     Made once the model has the weights to start from; a saved state then takes their place.
     """
 
-    def __init__(self, folder: Path, model: HFModel, config: TrainConfig) -> None:
-        self._folder, self._model, self._config = folder, model, config
+    def __init__(self, folder: Path, model: HFModel, config: TrainConfig, on_step: OnStep) -> None:
+        """`on_step` is told of each finished step: how many there are, and the metrics of the last."""
+        self._folder, self._model, self._config, self._on_step = folder, model, config, on_step
         if config.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
         self.optimizers = build_optimizers(model, config)
@@ -77,6 +78,7 @@ class Session:
         """Writes the metrics of step `step` (from 0), and every `checkpoint_every` steps all that resuming needs."""
         if self._log:
             self._log.write(metrics)
+        self._on_step(step + 1, metrics)
         if (step + 1) % self._config.checkpoint_every == 0 and step + 1 < self._config.steps:
             save_state(
                 self._folder / "state",

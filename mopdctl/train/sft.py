@@ -96,11 +96,10 @@ def run_sft(config: SftConfig, workspace: Workspace, *, base: Path, on_step: OnS
     with sole_writer(folder, target, record) as ours:
         if not ours:
             return target
-        session = Session(folder, model, config.train)
+        session = Session(folder, model, config.train, on_step)
         for step, stage in [(s.first_step + i, s) for s in stages for i in range(s.train.steps)][session.first :]:
             metrics = {"step": step, "train/stage": stage.name} | _train_step(model, session.optimizers, stage, step)
             session.end_step(step, metrics)
-            on_step(step + 1, metrics)
         card = {
             "name": config.name,
             "algorithm": "sft",

@@ -87,7 +87,7 @@ def test_arguments_that_are_no_json_object_are_a_parse_error_and_forge_no_call(a
         assert verify_answer(seed("tool_call", {"calls": calls}), calling(("add", arguments))) == (
             "parse_error",
             None,
-            1,
+            2,
         )
 
 
