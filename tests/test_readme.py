@@ -133,6 +133,7 @@ def test_the_published_table_is_recomputed() -> None:
     assert rows["Terminal Bench 2.0"] == 172.7
 
 
+@pytest.mark.slow
 def test_the_tour_of_generated_data_works_offline(tmp_path: Path) -> None:
     tour = [c for c in commands() if "gen-sft" in c]
     assert len(tour) == 3

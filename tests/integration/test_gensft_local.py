@@ -27,7 +27,7 @@ def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespac
     from mopdctl.runs import Workspace
 
     root = tmp_path_factory.mktemp("gensft")
-    member = {"engine": "hf", "license": "apache-2.0", "sampling": {"max_tokens": 16}, "max_concurrency": 8}
+    member = {"engine": "hf", "license": "apache-2.0", "sampling": {"max_tokens": 48}, "max_concurrency": 8}
     write_yaml(
         root / "committee.yaml",
         {
@@ -46,7 +46,7 @@ def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespac
             "samples": 2,
             "seeds": [{"path": str(tiny / "prompts.jsonl"), "source": "tiny", "license": "cc0-1.0"}],
             "filter": {"off": ["repetition", "control_tokens", "tool_pairing"], "min_words": 0},
-            "write": {"validation_share": 0.2},
+            "write": {"validation_share": 0.5},
         },
     )
 
@@ -102,7 +102,7 @@ def test_datasets_polars_and_duckdb_read_the_same_rows(made: SimpleNamespace) ->
     assert with_tools[0]["tools"][0]["function"]["name"]
     assert {row["source"] for row in train} == {"tiny"}
     assert {row["generator_license"] for row in train} == {"apache-2.0"}
-    assert all(row["sampling"] == {"max_tokens": 16} for row in train)
+    assert all(row["sampling"] == {"max_tokens": 48} for row in train)
 
 
 def test_answers_to_one_prompt_are_never_in_both_splits(made: SimpleNamespace) -> None:

@@ -37,6 +37,7 @@ def replace(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
+@pytest.mark.slow
 def test_every_task_of_the_package_passes(cli: Callable[..., Any]) -> None:
     done = cli("doctor", "verifiers", "--json")
     assert done.code == 0, done.stdout
