@@ -116,7 +116,7 @@ def run_distill(
         session = Session(folder, student, train, on_step)
         snapshot = snapshot_of(student, session.extra) if train.staleness else None
         algorithm = exact_kl_loss(train, teachers) if train.objective == "exact" else sampled_token_loss(train)
-        rollouts = StepRollouts(
+        with StepRollouts(
             workspace.rollouts(config.name),
             identity={"tokenizer": tokenizer_fingerprint(student), "command": "distill", "run": record},
             sampling={"model": record["student"]} | train.model_dump(include={"temperature", "max_new_tokens"}),
@@ -124,27 +124,27 @@ def run_distill(
             durability=train.durability,
             tools=tools,
             on_note=on_note,
-        )
-        for step in range(session.first, train.steps):
-            clock = Clock()
-            with clock.stage("rollout"):
-                version = max(step - 1, 0) if snapshot else step
-                jobs = step_jobs(book, _rows(step, len(book), train), step=step, config=config)
-                samples = rollouts.sample(snapshot or student, jobs, policy_version=version)
-            with clock.stage("score"):
-                sequences = score(samples, teachers, student, config)
-            if snapshot:
-                snapshot.model.load_state_dict(student.model.state_dict())
-            with clock.stage("update"):
-                result, norm = update(student, session.optimizers, sequences, algorithm, step, train)
-            with clock.stage("store"):
-                rollouts.keep(_with_scores(samples, sequences, result))
-            by_teacher = [(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]
-            metrics = {"step": step, **rollout_metrics(step, result, norm, by_teacher, train), **clock.metrics()}
-            if measure and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
-                metrics |= measure.measure(student)
-            session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
-        rollouts.close()
+        ) as rollouts:
+            for step in range(session.first, train.steps):
+                clock = Clock()
+                with clock.stage("rollout"):
+                    version = max(step - 1, 0) if snapshot else step
+                    jobs = step_jobs(book, _rows(step, len(book), train), step=step, config=config)
+                    samples = rollouts.sample(snapshot or student, jobs, policy_version=version)
+                with clock.stage("score"):
+                    sequences = score(samples, teachers, student, config)
+                if snapshot:
+                    snapshot.model.load_state_dict(student.model.state_dict())
+                with clock.stage("update"):
+                    result, norm = update(student, session.optimizers, sequences, algorithm, step, train)
+                with clock.stage("store"):
+                    rollouts.keep(_with_scores(samples, sequences, result))
+                by_teacher = [(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]
+                metrics = {"step": step, **rollout_metrics(step, result, norm, by_teacher, train), **clock.metrics()}
+                if measure and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
+                    metrics |= measure.measure(student)
+                session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
+            rollouts.finish()
         session.publish(target, _card(config, record, folder), record)
     return target
 

@@ -67,8 +67,10 @@ def run_rl(
         session = Session(folder, student, train, on_step)
         snapshot = snapshot_of(student, session.extra) if train.staleness else None
         algorithm = policy_loss(train)
-        with _pool(train) as pool:
-            rollouts = _rollouts(config, workspace, student, inputs.tools, record, on_note)
+        with (
+            _pool(train) as pool,
+            _rollouts(config, workspace, student, inputs.tools, record, on_note) as rollouts,
+        ):
             judges = Judges(config, folder / "judge", inputs.prompts, student, on_note)
             collector = Collector(config, inputs.mixture, inputs.book, student, pool, rollouts, judges)
             collector.lengths = _last_lengths(folder, session.first)
@@ -94,7 +96,7 @@ def run_rl(
                     assert inputs.held_out is not None
                     metrics |= inputs.held_out.metrics(student, pool)
                 session.end_step(step, metrics, extra=dict(snapshot.model.state_dict()) if snapshot else None)
-            rollouts.close()
+            rollouts.finish()
         session.publish(target, _card(config, record), record)
     return target
 

@@ -88,7 +88,9 @@ class Tally:
     judged: Counter[str] = field(default_factory=Counter)
     """States of those that had no verdict before."""
     changed: Counter[str] = field(default_factory=Counter)
-    left: dict[str, list[str]] = field(default_factory=lambda: {NO_PROMPT: [], OTHER_PROMPT: [], NO_VERIFIER: [], JUDGED: []})
+    left: dict[str, list[str]] = field(
+        default_factory=lambda: {NO_PROMPT: [], OTHER_PROMPT: [], NO_VERIFIER: [], JUDGED: []}
+    )
     """Prompt ids of the samples that keep what they had, by reason."""
     trouble: Trouble = field(default_factory=Trouble)
 

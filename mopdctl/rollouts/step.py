@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mopdctl.engines.base import Sampler
 from mopdctl.files import fingerprint
@@ -54,6 +54,15 @@ class StepRollouts:
         for line in self._log.notes:
             on_note(line)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets go of log and store, whatever happened; what they hold stays for the process that goes on."""
+        self._log.__exit__()
+        if self._writer:
+            self._writer.close()
+
     def sample(self, sampler: Sampler, jobs: Sequence[Job], *, policy_version: int) -> list[Sample]:
         """The answers to the jobs; of them, those of this rank, in order."""
         own = jobs[distributed.rank() :: distributed.world_size()]
@@ -86,10 +95,9 @@ class StepRollouts:
         distributed.barrier()
         self._log.committed([sample.sample_id for sample in samples])
 
-    def close(self) -> None:
-        """Closes log and store, after the last step: nothing is left in the log, and the commits become few files."""
+    def finish(self) -> None:
+        """After the last step: nothing is left in the log, and the commits become few files."""
         self._log.finish()
         if self._writer:
             compact(self._writer)
             self._writer.drop_history()
-            self._writer.close()

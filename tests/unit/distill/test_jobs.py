@@ -41,7 +41,7 @@ def roll_out(
         )
         jobs = step_jobs(book, rows, step=step, config=config)
         found = rollouts.sample(student, jobs, policy_version=policy_version)
-        rollouts.close()
+        rollouts.finish()
     return found
 
 
