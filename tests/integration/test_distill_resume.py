@@ -113,7 +113,8 @@ def test_a_run_that_broke_off_time_and_again_equals_one_that_did_not(
     assert_equal(finished(straight.root), finished(broken.root))
 
 
-@pytest.mark.parametrize("variant", [pytest.param("exact", marks=pytest.mark.slow), "sampled"])
+@pytest.mark.slow  # test_rl_resume.py kills a run of the same loop in the plain tests
+@pytest.mark.parametrize("variant", ["exact", "sampled"])
 def test_killed_and_started_again_equals_never_killed(
     cli: Cli, finished: Finished, documents: Path, tmp_path: Path, variant: str
 ) -> None:
