@@ -4,11 +4,11 @@ import json
 import math
 import re
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from mopdctl.config.base import Strict
+from mopdctl.config.server import KeyName, ServerUrl
 
 _RESERVED = {"model", "messages", "tools", "stream", "seed", "n", "temperature", "top_p", "max_tokens", "stop"}
 
@@ -73,10 +73,10 @@ class Member(Strict):
     """`openai`: any OpenAI-compatible server (vLLM above all). `hf`: transformers in this process. `fake`: no model."""
     model: str
     """The model's name at the server; for `hf` a name in the workspace, a folder or a hub id."""
-    base_url: str | None = None
+    base_url: ServerUrl | None = None
     """Where the server is, up to `/v1`, e.g. `http://127.0.0.1:8000/v1`. For `openai` only. It is part of every
     request's key: at another address everything is asked for again."""
-    api_key_env: str | None = None
+    api_key_env: KeyName | None = None
     """Name of the environment variable that holds the API key. A key itself never stands in a file."""
     revision: str | None = None
     """Commit or date of the weights behind the name, for the record."""
@@ -100,25 +100,6 @@ class Member(Strict):
     """Seconds until an answer is given up."""
     max_attempts: int = Field(default=6, gt=0)
     """Tries of one request that end in an error; a 429 is none, it only delays."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain_url(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("must be an http or https address, e.g. http://127.0.0.1:8000/v1")
-        if parts.username or parts.password or parts.query:
-            raise ValueError("must hold no name, password or query; keys come from the environment (api_key_env)")
-        return value.rstrip("/")
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _a_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", value):
-            raise ValueError("must be the NAME of an environment variable, in capitals; never the key itself")
-        return value
 
     @model_validator(mode="after")
     def _fits_engine(self) -> "Member":

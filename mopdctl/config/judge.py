@@ -1,22 +1,20 @@
 """`judge` in an environment of `rl.yaml`: a model that compares the answers of a group, and what its word counts."""
 
-import re
-from urllib.parse import urlsplit
-
 from pydantic import Field, field_validator
 
 from mopdctl.config.base import Strict
 from mopdctl.config.committee import Sampling
+from mopdctl.config.server import KeyName, ServerUrl
 
 
 class JudgeReward(Strict):
     """A generative judge at an OpenAI-compatible server. It sees two answers at a time, each pair in both orders."""
 
-    base_url: str
+    base_url: ServerUrl
     """Where the server is, up to `/v1`, e.g. `http://127.0.0.1:8000/v1`."""
     model: str
     """The model's name at the server."""
-    api_key_env: str | None = None
+    api_key_env: KeyName | None = None
     """Name of the environment variable that holds the API key. A key itself never stands in a file."""
     revision: str | None = None
     """Commit or date of the weights behind the name, for the record."""
@@ -41,23 +39,6 @@ class JudgeReward(Strict):
     """An answer earns (verifier_weight * verifier + weight * judge) / (verifier_weight + weight)."""
     verifier_weight: float = Field(default=1.0, ge=0)
     """Weight of the verifier's reward. 0 leaves verifiers out: prompts then need none."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain_url(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("must be an http or https address, e.g. http://127.0.0.1:8000/v1")
-        if parts.username or parts.password or parts.query:
-            raise ValueError("must hold no name, password or query; keys come from the environment (api_key_env)")
-        return value.rstrip("/")
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _a_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", value):
-            raise ValueError("must be the NAME of an environment variable, in capitals; never the key itself")
-        return value
 
     @field_validator("principles")
     @classmethod
