@@ -1,6 +1,11 @@
 """A tiny model that has learnt to call tools, and prompts whose answers take several calls."""
 
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +88,32 @@ def errands(tmp_path_factory: pytest.TempPathFactory, write_tiny_model: Callable
         optimizer.zero_grad()
     model.save(folder / "model")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stopped_after() -> Callable[..., AbstractContextManager[None]]:
+    """Runs a training command, stops it `delay_s` after line `lines` of its metrics, kills it when the block ends."""
+
+    @contextmanager
+    def stopped(metrics: Path, lines: int, arguments: list[str], *, delay_s: float = 0) -> Iterator[None]:
+        before = metrics.stat().st_ino if metrics.exists() else None
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            deadline = time.monotonic() + 120
+            # A resumed run writes the file anew before it appends to it.
+            while not (
+                metrics.exists() and metrics.stat().st_ino != before and metrics.read_bytes().count(b"\n") >= lines
+            ):
+                assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+                assert time.monotonic() < deadline, "no progress"
+                time.sleep(0.001)
+            time.sleep(delay_s)
+            process.send_signal(signal.SIGSTOP)
+            yield
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == -signal.SIGKILL
+
+    return stopped

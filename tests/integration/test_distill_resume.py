@@ -1,15 +1,11 @@
 """A run that was killed, at any moment, ends with the same bits as one that was not."""
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +21,7 @@ from mopdctl.files import write_json
 from mopdctl.runs import Workspace
 from mopdctl.store.store import Store
 
+Stopped = Callable[..., AbstractContextManager[None]]
 Cli = Callable[..., SimpleNamespace]
 Finished = Callable[..., SimpleNamespace]
 
@@ -39,10 +36,6 @@ def command(teachers: Path, workspace: Path) -> list[str]:
     return [sys.executable, "-m", "mopdctl", "distill", "--teachers", str(teachers), "--workspace", str(workspace)]
 
 
-def num_lines(metrics: Path) -> int:
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
 def assert_equal(straight: SimpleNamespace, resumed: SimpleNamespace) -> None:
     assert resumed.metrics == straight.metrics
     assert [row["step"] for row in straight.metrics] == list(range(6))
@@ -50,29 +43,6 @@ def assert_equal(straight: SimpleNamespace, resumed: SimpleNamespace) -> None:
     assert resumed.weights.keys() == straight.weights.keys()
     assert all(resumed.weights[name].equal(weight) for name, weight in straight.weights.items())
     assert resumed.card == straight.card
-
-
-@contextmanager
-def stopped_after(lines: int, arguments: list[str], workspace: Path, *, delay_s: float = 0) -> Iterator[None]:
-    """Runs a command, stops it `delay_s` after it wrote its line number `lines`, and kills it when the block ends."""
-    metrics = workspace / "runs" / "merged" / "metrics.jsonl"
-    before = metrics.stat().st_ino if metrics.exists() else None
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 120
-        # A resumed run writes the file anew before it appends to it.
-        while not (metrics.exists() and metrics.stat().st_ino != before and num_lines(metrics) >= lines):
-            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
-            assert time.monotonic() < deadline, "no progress"
-            time.sleep(0.001)
-        time.sleep(delay_s)
-        process.send_signal(signal.SIGSTOP)
-        yield
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +86,14 @@ def test_a_run_that_broke_off_time_and_again_equals_one_that_did_not(
 @pytest.mark.slow  # test_rl_resume.py kills a run of the same loop in the plain tests
 @pytest.mark.parametrize("variant", ["exact", "sampled"])
 def test_killed_and_started_again_equals_never_killed(
-    cli: Cli, finished: Finished, documents: Path, tmp_path: Path, variant: str
+    cli: Cli, finished: Finished, documents: Path, tmp_path: Path, variant: str, stopped_after: Stopped
 ) -> None:
     teachers = documents / f"{variant}.yaml"
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run = killed / "runs" / "merged"
     assert cli("distill", "--teachers", teachers, "--workspace", straight).code == 0
 
-    with stopped_after(3, command(teachers, killed), killed):
+    with stopped_after(run / "metrics.jsonl", 3, command(teachers, killed)):
         # While the first process is alive, a second one may not write into its run.
         second = cli("distill", "--teachers", teachers, "--workspace", killed, "--json")
         assert (second.code, second.stdout) == (2, "")
@@ -141,7 +111,7 @@ def test_killed_and_started_again_equals_never_killed(
 
     if variant == "exact":
         # Once more, somewhere between two lines.
-        with stopped_after(5, command(teachers, killed), killed, delay_s=random.uniform(0, 0.03)):
+        with stopped_after(run / "metrics.jsonl", 5, command(teachers, killed), delay_s=random.uniform(0, 0.03)):
             pass
 
     again = cli("distill", "--teachers", teachers, "--workspace", killed, "--json")

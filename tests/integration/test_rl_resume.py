@@ -3,13 +3,11 @@
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,7 @@ from mopdctl.runs import Workspace, read_card, read_metrics
 from mopdctl.store.store import Store
 from mopdctl.train.session import Session
 
+Stopped = Callable[..., AbstractContextManager[None]]
 Cli = Callable[..., SimpleNamespace]
 STEPS = 4
 
@@ -101,27 +100,8 @@ def command(config: Path, root: Path) -> list[str]:
     return [sys.executable, "-m", "mopdctl", "rl", "--config", str(config), "--workspace", str(root), "--json"]
 
 
-@contextmanager
-def stopped_after(lines: int, arguments: list[str], root: Path, *, delay_s: float = 0) -> Iterator[None]:
-    """Runs a command, stops it `delay_s` after it wrote its line number `lines`, and kills it when the block ends."""
-    metrics = root / "runs" / "grpo" / "metrics.jsonl"
-    before = metrics.stat().st_ino if metrics.exists() else None
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 120
-        # A resumed run writes the file anew before it appends to it.
-        while not (metrics.exists() and metrics.stat().st_ino != before and metrics.read_bytes().count(b"\n") >= lines):
-            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
-            assert time.monotonic() < deadline, "no progress"
-            time.sleep(0.002)
-        time.sleep(delay_s)
-        process.send_signal(signal.SIGSTOP)
-        yield
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+def metrics_of(root: Path) -> Path:
+    return root / "runs" / "grpo" / "metrics.jsonl"
 
 
 def test_the_run_holds_what_the_kills_are_to_hit(straight: SimpleNamespace) -> None:
@@ -136,10 +116,10 @@ def test_the_run_holds_what_the_kills_are_to_hit(straight: SimpleNamespace) -> N
 
 
 def test_killed_and_started_again_equals_never_killed(
-    cli: Cli, config: Path, straight: SimpleNamespace, tmp_path: Path
+    cli: Cli, config: Path, straight: SimpleNamespace, tmp_path: Path, stopped_after: Stopped
 ) -> None:
     # In the middle of a step: the third line is written, the state after two steps is the last one.
-    with stopped_after(3, command(config, tmp_path), tmp_path, delay_s=0.15):
+    with stopped_after(metrics_of(tmp_path), 3, command(config, tmp_path), delay_s=0.15):
         second = cli("rl", "--config", config, "--workspace", tmp_path, "--json")
         assert (second.code, second.stdout) == (2, "")
         assert "another process is writing here" in second.stderr
@@ -154,12 +134,12 @@ def test_killed_and_started_again_equals_never_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_many_times_equals_never_killed(
-    config: Path, straight: SimpleNamespace, tmp_path: Path, seed: int
+    config: Path, straight: SimpleNamespace, tmp_path: Path, seed: int, stopped_after: Stopped
 ) -> None:
     rng = random.Random(seed)
     # A resumed run keeps the lines before its state: none in the first two, then two.
     for lines in (0, 1, 2, 3, 3):
-        with stopped_after(lines, command(config, tmp_path), tmp_path, delay_s=rng.uniform(0, 0.6)):
+        with stopped_after(metrics_of(tmp_path), lines, command(config, tmp_path), delay_s=rng.uniform(0, 0.6)):
             pass
         if (tmp_path / "checkpoints" / "grpo").exists():
             break
