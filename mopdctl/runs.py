@@ -75,6 +75,8 @@ class Workspace:
         known = sorted(p.name for p in (self.root / "checkpoints").glob("[!.]*") if p.is_dir())
         near = difflib.get_close_matches(model, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f" (has: {', '.join(known) or 'none'})"
+        if model.startswith("."):
+            hint += f"; looked in {((relative_to or Path()) / model).resolve()}"
         raise InputError(f"model {model!r}: neither a folder, a hub id, nor a checkpoint in {self.root}{hint}")
 
 

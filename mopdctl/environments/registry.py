@@ -15,7 +15,7 @@ def begin(document: Any) -> tuple[Environment, Any]:
     """
     name = document.get("name") if isinstance(document, dict) else None
     if not isinstance(name, str) or name not in ENVIRONMENTS:
-        raise SetupError(f"environment {name!r}; use one of {', '.join(ENVIRONMENTS)}")
+        raise SetupError(f"environment {name!r} is unknown; use one of {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[name], ENVIRONMENTS[name].start(document.get("setup"))
 
 

@@ -1,5 +1,6 @@
 """What verifiers say of rollouts: prompts that name a usable one, answers through the pool, verdicts onto samples."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -34,7 +35,9 @@ def check_verifiable(prompts: Iterable[Prompt], pool: Pool) -> None:
         if prompt.verifier is None:
             continue
         if not isinstance(prompt.verifier, str) or prompt.verifier not in VERIFIERS:
-            raise InputError(f"{prompt.place}: verifier {prompt.verifier!r} is none of {', '.join(VERIFIERS)}")
+            near = difflib.get_close_matches(str(prompt.verifier), VERIFIERS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"{prompt.place}: verifier {prompt.verifier!r} is none of {', '.join(VERIFIERS)}{hint}")
         verifier = VERIFIERS[prompt.verifier]
         attempt = Attempt("", prompt.reference, prompt.messages, prompt.tools, prompt.environment)
         if verifier.isolated:

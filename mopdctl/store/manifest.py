@@ -116,7 +116,7 @@ def newest(store: Path) -> tuple[Manifest, str, list[str]]:
     """
     known = numbers(store)
     if not known:
-        raise InputError(f"{store}: no rollout store; make one with `mopdctl rollout` or `mopdctl distill`")
+        raise InputError(f"{store}: no rollout store; make one with `mopdctl rollout`, `rl` or `distill`")
     warnings = []
     for number in reversed(known):
         try:

@@ -158,11 +158,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a held-out prompt too long": (held_out(prompt="4-2 " * 80), "dev.jsonl:2: prompt of"),
     "a held-out prompt in an unknown environment": (
         held_out(**TALK, environment={"name": "chess", "setup": {}}),
-        "dev.jsonl:2: environment 'chess'; use one of errands",
+        "dev.jsonl:2: environment 'chess' is unknown; use one of errands",
     ),
     "an unknown environment": (
         row(**TALK, environment={"name": "chess", "setup": {}}),
-        "short.jsonl:2: environment 'chess'; use one of errands",
+        "short.jsonl:2: environment 'chess' is unknown; use one of errands",
     ),
     "a badly set up environment": (
         row(**TALK, environment={"name": "errands", "setup": {"people": {}}}),

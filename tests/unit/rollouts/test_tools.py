@@ -298,7 +298,7 @@ def test_a_conversation_that_is_killed_goes_on_where_it_was(tmp_path: Path, chat
     ("changes", "said"),
     [
         ({"environment": "errands"}, "use one of errands"),
-        ({"environment": {"name": "shop"}}, "environment 'shop'; use one of errands"),
+        ({"environment": {"name": "shop"}}, "environment 'shop' is unknown; use one of errands"),
         ({"environment": {"name": "errands", "setup": {}}}, "exactly the keys"),
         ({"environment": {"name": "errands", "setup": SETUP, "max_turns": 0}}, "max_turns 0 is not"),
         ({"environment": {"name": "errands", "setup": SETUP, "max_turns": True}}, "max_turns True is not"),
