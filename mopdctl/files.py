@@ -4,16 +4,19 @@ Text is UTF-8, with or without a byte order mark. Lines end at the byte `\n` alo
 U+2028 and its kin, which are ordinary characters inside a JSON string.
 """
 
+import errno
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mopdctl.errors import InputError
+from mopdctl.errors import InputError, MopdctlError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def read_text(path: Path) -> str:
@@ -69,21 +72,46 @@ def dump_json(document: Any) -> str:
 def writing(path: Path) -> Iterator[BinaryIO]:
     """A file to write to that takes the place of `path` when the block ends well: temporary file, fsync, rename.
 
-    A reader sees the old file or the new one, never a part.
+    A reader sees the old file or the new one, never a part. Raises InputError, if it can before the block begins, where
+    no file can be written, and MopdctlError where the device fails.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with _told(path):
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder where a file is to be written; give the path of a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # noqa: PTH101 - the file is known by name only
-        os.replace(temporary, path)  # noqa: PTH105
+        with _told(path, _FULL), os.fdopen(handle, "wb") as file:
+            yield file  # what else fails here may be about another file
+            with _told(path):
+                file.flush()
+                os.fsync(file.fileno())
+        with _told(path):
+            os.chmod(temporary, 0o644)  # noqa: PTH101 - the file is known by name only
+            os.replace(temporary, path)  # noqa: PTH105
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    with _told(path):
+        sync_folder(path.parent)
+
+
+@contextmanager
+def _told(path: Path, only: Container[int] | None = None) -> Iterator[None]:
+    """Says in one line, naming `path`, what the operating system says of a failed write; with `only`, of these."""
+    try:
+        yield
+    except OSError as error:
+        if only is not None and error.errno not in only:
+            raise
+        why = error.strerror or error
+        if error.errno in _FULL:
+            raise InputError(
+                f"{path}: the disk is full or a size limit is reached ({why}); make room and try again"
+            ) from error
+        if error.errno == errno.EIO:
+            raise MopdctlError(f"{path}: cannot be written ({why})") from error
+        raise InputError(f"{path}: cannot be written ({why}); check the path and its permissions") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -98,8 +126,10 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object a line, the file whole."""
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+    """Writes one JSON object a line, the file whole. Rows are made once there is a file to write them to."""
+    with writing(path) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
 
 
 def sync_folder(folder: Path) -> None:

@@ -240,6 +240,8 @@ def export(
 
 
 def _options(words: list[str]) -> dict[str, Any] | None:
+    from mopdctl.verifiers.base import MOST_DEPTH, deeper_than
+
     found: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -249,4 +251,8 @@ def _options(words: list[str]) -> dict[str, Any] | None:
             found[key] = json.loads(value)
         except ValueError:  # plain text
             found[key] = value
+        except RecursionError:
+            raise InputError(f"--match {key}: nested too deep") from None
+        if deeper_than(found[key], MOST_DEPTH):
+            raise InputError(f"--match {key}: nested deeper than {MOST_DEPTH} levels")
     return found or None

@@ -22,6 +22,10 @@ class Strict(BaseModel):
 
 ModelT = TypeVar("ModelT", bound=Strict)
 
+MOST_DEPTH = 100
+MOST_VALUES = 100_000
+"""Of a configuration: levels of nesting, and values."""
+
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises InputError for a syntax error, a duplicate key or anything but a mapping."""
@@ -38,34 +42,63 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}:{line}: not YAML ({error.problem})") from None
     except YAMLError as error:
         raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
-    except (ValueError, KeyError, RecursionError) as error:  # `2026-02-31`, `!!bool maybe`, nested too deep
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:  # `2026-02-31`, `!!bool x`, a list in a key, depth
         raise InputError(f"{path}: not YAML ({type(error).__name__}: {error})") from None
     if document is None:
         raise InputError(f"{path}: is empty; a mapping of keys to values is needed")
-    document = _whole_characters(document, path)
+    document = _tree(document, str(path))
     if not isinstance(document, dict):
         raise InputError(f"{path}: holds {type(document).__name__}, not a mapping of keys to values")
     return document
 
 
-def _whole_characters(value: Any, path: Path) -> Any:
+def _tree(document: Any, source: str) -> Any:
+    """A YAML document written out, what stands under two names twice, with whole characters.
+
+    Raises InputError for one that holds itself, is nested deeper than MOST_DEPTH or holds more than MOST_VALUES: a few
+    lines whose names stand for each other can be larger than any memory.
+    """
+    count = 0
+
+    def copy(value: Any, around: tuple[int, ...]) -> Any:
+        nonlocal count
+        count += 1
+        if count > MOST_VALUES:
+            raise InputError(f"{source}: holds more than {MOST_VALUES:,} values, those behind aliases counted")
+        if isinstance(value, str):
+            return _whole_characters(value, source)
+        if not isinstance(value, dict | list | tuple):
+            return value
+        if id(value) in around:
+            raise InputError(f"{source}: holds itself (an alias inside of what it names); write the value out")
+        if len(around) == MOST_DEPTH:
+            raise InputError(f"{source}: is nested deeper than {MOST_DEPTH} levels")
+        around = (*around, id(value))
+        if isinstance(value, dict):
+            return {copy(key, around): copy(item, around) for key, item in value.items()}
+        items = [copy(item, around) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+
+    return copy(document, ())
+
+
+def _whole_characters(value: str, source: str) -> str:
     """Joins the halves of characters that a JSON writer escaped as pairs. Raises InputError for a half alone."""
-    if isinstance(value, dict):
-        return {_whole_characters(k, path): _whole_characters(v, path) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_whole_characters(item, path) for item in value]
-    if not isinstance(value, str):
-        return value
     try:
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError:
-        raise InputError(f"{path}: holds half a character (a lone surrogate)") from None
+        raise InputError(f"{source}: holds half a character (a lone surrogate)") from None
 
 
 def parse(model: type[ModelT], document: dict[str, Any], *, source: str) -> ModelT:
     """Validates `document` against `model`. Raises InputError with the first problem in `source`, in one line."""
     try:
-        return model.model_validate(document)
+        return model.model_validate(_tree(document, source))
     except ValidationError as error:
         raise InputError(f"{source}: {_first_problem(model, error)}") from None
 

@@ -18,7 +18,7 @@ from mopdctl.pivots.chat import (
     finish_reason,
     is_cut,
     normal_content,
-    number_or_none,
+    reward_of,
     row_id,
 )
 from mopdctl.pivots.trajectory import Step, Trajectory
@@ -59,7 +59,10 @@ def _trajectories(row: dict[str, Any], place: str, parent: str) -> Iterator[Traj
         found["no_agent", "document without an 'agent'"] += 1
     extra = row.get("extra")
     children: list[Trajectory] = []
-    for number, child in enumerate(row.get("subagent_trajectories") or ()):
+    embedded = row.get("subagent_trajectories") or []
+    if not isinstance(embedded, list):
+        raise UnusableError(Reason.MALFORMED, "'subagent_trajectories' must be a list")
+    for number, child in enumerate(embedded):
         try:
             if not isinstance(child, dict):
                 raise UnusableError(Reason.MALFORMED, "is no object")
@@ -72,7 +75,7 @@ def _trajectories(row: dict[str, Any], place: str, parent: str) -> Iterator[Traj
         trajectory_id=trajectory_id,
         steps=tuple(steps),
         tools=chat_tools(agent.get("tool_definitions") if isinstance(agent, dict) else None),
-        reward=number_or_none(extra.get("reward")) if isinstance(extra, dict) else None,
+        reward=reward_of(extra.get("reward")) if isinstance(extra, dict) else None,
         source=place,
         notes=tuple(notes),
     )
@@ -94,12 +97,13 @@ def _steps(row: dict[str, Any], found: _Found) -> list[Step]:
     acted = broken = False
     for number, step in enumerate(raw):
         where = f"step {number + 1}"
-        if not isinstance(step, dict) or step.get("source") not in _ROLES:
+        source = step.get("source") if isinstance(step, dict) else None
+        if not isinstance(source, str) or source not in _ROLES:
             raise UnusableError(Reason.MALFORMED, f"{where} has none of the sources {', '.join(_ROLES)}")
         if step.get("step_id") != number + 1:
             found["step_id", "step ids do not count from 1 by 1"] += 1
         _note_extra(step, _STEP, "step", found)
-        agent = step["source"] == "agent"
+        agent = source == "agent"
         if not agent and (misplaced := sorted(key for key in _AGENT_ONLY if step.get(key) is not None)):
             found["agent_only_field", f"{misplaced[0]!r} on a step that is not the agent's"] += 1
         broken = broken or _compacts(step, acted)

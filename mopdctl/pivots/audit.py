@@ -19,6 +19,8 @@ class Reason(StrEnum):
     """The row holds one expected action: it is a pivot already, no trajectory."""
     MALFORMED = "malformed"
     LOW_REWARD = "low_reward"
+    NO_TURN = "no_turn"
+    """No message is an assistant's."""
     # What the source says of a turn.
     COPIED_CONTEXT = "copied_context"
     ERRORED = "errored"
@@ -31,6 +33,8 @@ class Reason(StrEnum):
     """The model saw a summary in place of what the trajectory holds."""
     UNSUPPORTED_ITEM = "unsupported_item"
     """The state holds something that chat messages cannot."""
+    INCOMPLETE_STATE = "incomplete_state"
+    """The request goes on from something that the row does not hold."""
     # What the state before a turn shows.
     NO_PROMPT = "no_prompt"
     SPLIT_MODEL_CALL = "split_model_call"
@@ -41,6 +45,8 @@ class Reason(StrEnum):
     # What the action itself shows.
     NOT_TEXT = "not_text"
     INLINE_TOOL_CALL = "inline_tool_call"
+    INLINE_REASONING = "inline_reasoning"
+    """The text holds a tag of reasoning, so that whoever says it is read as saying less."""
     INVALID_ARGUMENTS = "invalid_arguments"
     UNKNOWN_TOOL = "unknown_tool"
     DUPLICATE = "duplicate"

@@ -6,6 +6,7 @@ The importer takes JSONL and Parquet rows `{"messages", "tools"?, "id"?, "domain
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +53,7 @@ def import_chat(row: dict[str, Any], place: str) -> Iterator[Trajectory]:
         steps=tuple(steps),
         tools=chat_tools(row.get("tools")),
         domain=row["domain"] if isinstance(row.get("domain"), str) else "",
-        reward=number_or_none(row.get("reward")),
+        reward=reward_of(row.get("reward")),
         environment=_environment(row.get("environment")),
         source=place,
         notes=tuple(notes),
@@ -232,9 +233,20 @@ def row_id(row: dict[str, Any], *keys: str) -> str:
     return ""
 
 
-def number_or_none(value: Any) -> float | None:
-    """A number as a float; None for anything else."""
-    return float(value) if isinstance(value, int | float) else None
+def reward_of(value: Any) -> float | None:
+    """A number as a float; None for anything else and for NaN, a table's word for nothing.
+
+    Raises UnusableError for one that is infinite or beyond a double.
+    """
+    if not isinstance(value, int | float):
+        return None
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
+    if math.isinf(reward):
+        raise UnusableError(Reason.MALFORMED, "'reward' is beyond every number")
+    return None if math.isnan(reward) else reward
 
 
 def _environment(value: Any) -> dict[str, Any] | None:

@@ -51,11 +51,16 @@ def collect(
     inputs = [{"path": str(path), "digest": file_digest(path)} for path in paths]
     config = {"inputs": [entry["digest"] for entry in inputs], "format": format, "domain": domain, "match": match}
     config |= {"compat": compat} if compat else {}
+    try:
+        identity = fingerprint(config)
+        fingerprint([entry["path"] for entry in inputs])  # no part of it, but written too
+    except ValueError:
+        raise InputError("a path, --domain or --match holds what JSON cannot: half a character or NaN") from None
     folder = workspace.pivots(name)
     with locked(folder):
         if (folder / MANIFEST).is_file():
             before = dict(read_json(folder / MANIFEST))
-            if before["fingerprint"] != fingerprint(config):
+            if before["fingerprint"] != identity:
                 raise InputError(f"{folder}: other trajectories or options have this name; use another name")
             return before
         tally, kinds, trajectories = Tally(), Counter[str](), set[str]()
@@ -88,7 +93,7 @@ def collect(
             "domain": domain,
             "match": match,
             "compat": compat,
-            "fingerprint": fingerprint(config),
+            "fingerprint": identity,
             "trajectories": len(trajectories),
             "turns": counts["turns"],
             "candidates": {"count": counts["candidates"], "digest": file_digest(folder / CANDIDATES)},
@@ -102,7 +107,8 @@ def collect(
 
 
 def _append(file: BinaryIO, found: Skip | Note) -> None:
-    file.write(json.dumps(asdict(found), ensure_ascii=False).encode() + b"\n")
+    # What is told of a row may quote half a character of it.
+    file.write(json.dumps(asdict(found), ensure_ascii=False).encode(errors="replace") + b"\n")
 
 
 def _why(tally: Tally) -> str:

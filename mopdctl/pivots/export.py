@@ -13,9 +13,9 @@ from mopdctl.files import file_digest, write_json, write_jsonl
 from mopdctl.pivots.candidates import BATCH, Candidate
 from mopdctl.pivots.folder import load_candidates, load_selection, open_set
 from mopdctl.pivots.nemo_gym import AGENT, gym_row, validate_row
+from mopdctl.pivots.prompting import prompt_of, reference_problem
 from mopdctl.pivots.responses import without_items
 from mopdctl.runs import Workspace, package_versions
-from mopdctl.train.data import row_messages, row_tools
 
 Row = dict[str, Any]
 
@@ -117,18 +117,18 @@ def make_rows(
 
 def rl_row(candidate: Candidate) -> Row | str:
     """A prompt row with the verifier `action`: one turn, so no environment. A reason where it is no prompt."""
-    place, messages = f"candidate {candidate.candidate_id}", [without_items(m) for m in candidate.messages]
     if candidate.messages[-1]["role"] == "assistant":
         return "ends_with_assistant"
     try:
-        row_messages({"messages": messages}, place)
-        row_tools({"tools": list(candidate.tools or ())}, place)
+        prompt = prompt_of(candidate, f"candidate {candidate.candidate_id}")
     except InputError as error:
         return f"unusable_messages: {error}"
+    if problem := reference_problem(prompt):
+        return f"invalid_reference: {problem}"
     return {
         "id": candidate.candidate_id,
         "domain": candidate.domain,
-        "messages": messages,
+        "messages": [without_items(message) for message in candidate.messages],
         **({"tools": list(candidate.tools)} if candidate.tools else {}),
         "verifier": "action",
         "reference": candidate.action,

@@ -12,9 +12,13 @@ from mopdctl.pivots.audit import Note, Reason, Skip
 from mopdctl.pivots.candidates import BATCH, FUNCTION_CALL, MESSAGE, Candidate, action_tool
 from mopdctl.pivots.chat import text_of
 from mopdctl.pivots.formats import read_trajectories
-from mopdctl.pivots.leaks import find_leak, ids_identify, split_reasoning
+from mopdctl.pivots.leaks import find_leak, reused_ids, split_reasoning
 from mopdctl.pivots.trajectory import Step, Trajectory, linked
 from mopdctl.records import Message
+from mopdctl.verifiers.base import ParseError
+from mopdctl.verifiers.documents import parse_json
+from mopdctl.verifiers.fences import TOOL_CALL_OPEN, without_reasoning
+from mopdctl.verifiers.tool_call import TOOL_CALL_CLOSE
 
 NoteTaker = Callable[[Note], None]
 
@@ -46,7 +50,8 @@ def extract(
     action away (`leaks`). Of candidates with the same state, tools and action, whatever their call ids, the first is
     taken. An errored turn that was retried at once is in no later state.
 
-    A trajectory id that comes again gets a suffix. Memory holds one trajectory, and a digest a candidate.
+    A trajectory without an assistant message is a Skip without a turn. A trajectory id that comes again gets a suffix.
+    Memory holds one trajectory, and a digest a candidate.
 
     Args:
         trajectories: As from `read_trajectories`.
@@ -68,6 +73,9 @@ def extract(
             note(Note(name, found.kind, found.place, found.detail))
         if number > 1:
             note(Note(name, "trajectory_id_repeated", trajectory.source, "an earlier trajectory has this id"))
+        if not any(_is_assistant(step) for step in trajectory.steps):
+            yield Skip(name, None, Reason.NO_TURN, trajectory.source, "no message is an assistant's")
+            continue
         low = min_reward is not None and trajectory.reward is not None and trajectory.reward < min_reward
         yield from _turns(trajectory, name, low, seen, note)
 
@@ -76,7 +84,8 @@ def extract(
 class _State:
     """What was said before a turn."""
 
-    ids_identify: bool
+    reused: frozenset[str]
+    """Call ids of the source that do not identify a call."""
     tool_names: frozenset[str] | None
     raw: list[Message] = field(default_factory=list)
     """With the call ids of the source."""
@@ -123,7 +132,7 @@ def _turns(
     messages, notes = linked(raw, name, trajectory.source)
     for found in notes:
         note(found)
-    state = _State(ids_identify(raw), frozenset(tool["function"]["name"] for tool in tools) if tools else None)
+    state = _State(reused_ids(raw), frozenset(tool["function"]["name"] for tool in tools) if tools else None)
     tools_digest = fingerprint(tools)
     at = turn = 0  # in `kept`; of the assistant
     for step, again in zip(steps, retried, strict=True):
@@ -181,7 +190,7 @@ def _problem(step: Step, action: dict[str, Any], state: _State, continues: bool)
         return step.unusable, step.detail
     if not state.asked:
         return Reason.NO_PROMPT, "no user message or result before it"
-    if leak := find_leak(state.raw, step.message, ids_identify=state.ids_identify):
+    if leak := find_leak(state.raw, step.message, reused=state.reused):
         return Reason.LEAK, leak
     if continues or state.messages[-1]["role"] == "assistant":
         return Reason.SPLIT_MODEL_CALL, "an assistant message beside it"
@@ -206,21 +215,22 @@ def _message_problem(message: Message, text: str) -> tuple[Reason, str] | None:
     if not text.strip():
         said = text_of(content).strip() or message.get("reasoning_content")
         return Reason.UNFINISHED, "reasoning alone" if said else "neither text nor a call"
-    if "<tool_call>" in text:
+    if TOOL_CALL_OPEN in text or TOOL_CALL_CLOSE in text:
         return Reason.INLINE_TOOL_CALL, "a call written in the text; give it in 'tool_calls'"
-    return None
+    try:
+        whole = without_reasoning(text) == text
+    except ParseError:
+        whole = False
+    return None if whole else (Reason.INLINE_REASONING, "a tag of reasoning in the text")
 
 
 def _arguments_problem(text: str) -> str:
     try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        return f"are not JSON ({error})"
-    return "" if isinstance(value, dict) else "are JSON but no object"
-
-
-def _no_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number")
+        value = parse_json(text)
+    except ParseError as error:
+        return f"are {error}"
+    # A fence around JSON is fine in an answer, but no arguments.
+    return "" if isinstance(value, dict) and text.lstrip().startswith("{") else "are no JSON object"
 
 
 def _digest(before: bytes, value: Any) -> bytes:

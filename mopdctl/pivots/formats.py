@@ -14,6 +14,7 @@ from mopdctl.pivots.chat import import_chat, row_id
 from mopdctl.pivots.responses_import import import_responses
 from mopdctl.pivots.trajectory import Trajectory
 from mopdctl.train.rows import iterate_rows
+from mopdctl.verifiers.base import MOST_DEPTH, deeper_than
 
 Importer = Callable[[dict[str, Any], str], Iterator[Trajectory]]
 """From a parsed document and its place to its trajectories, one but for subagents. Raises UnusableError."""
@@ -21,13 +22,27 @@ Importer = Callable[[dict[str, Any], str], Iterator[Trajectory]]
 IMPORTERS: dict[str, Importer] = {"chat": import_chat, "responses": import_responses, "atif": import_atif}
 
 
+_RESPONSES = ("input", "items", "output", "response")
+
+
 def detect_format(row: dict[str, Any]) -> str | None:
-    """The format of a document by the fields it has; None if it is none of them."""
-    if "steps" in row and ("agent" in row or str(row.get("schema_version", "")).startswith("ATIF")):
-        return "atif"
-    if any(key in row for key in ("responses_create_params", "input", "items", "output")):
-        return "responses"
-    return "chat" if "messages" in row else None
+    """The format of a document by the fields it has; None if it is none of them.
+
+    Fields that are null or empty count only where no format has a full one: a table gives every row every column.
+    Messages go before `input` and `output`, which may be columns of the user's own, but not before a request.
+    """
+    versioned = str(row.get("schema_version", "")).startswith("ATIF")
+    full = {key for key, value in row.items() if value not in (None, "", [], {})}
+    for keys in (full, row.keys()):
+        if "steps" in keys and (("agent" in keys and isinstance(row["steps"], list)) or versioned):
+            return "atif"
+        if "responses_create_params" in keys:
+            return "responses"
+        if "messages" in keys:
+            return "chat"
+        if not keys.isdisjoint(_RESPONSES):
+            return "responses"
+    return None
 
 
 def read_trajectories(paths: Iterable[Path], *, format: str | None = None) -> Iterator[Trajectory | Skip]:
@@ -76,13 +91,19 @@ def import_document(document: Any, place: str, *, format: str | None = None) -> 
         yield Skip(trajectory_id, None, error.reason, place, str(error))
     except RecursionError:
         yield Skip(trajectory_id, None, Reason.MALFORMED, place, "nested too deep")
+    except (TypeError, ValueError, OverflowError, LookupError, AttributeError) as error:
+        # A shape that no importer thought of is a bad document, not the end of all others.
+        yield Skip(trajectory_id, None, Reason.MALFORMED, place, f"cannot be read ({type(error).__name__}: {error})")
     else:
         yield from found
 
 
 def _check_json(trajectory: Trajectory) -> None:
-    """Raises UnusableError for what could not be written again: NaN, half characters, dates of a table."""
-    held = [trajectory.trajectory_id, trajectory.tools, trajectory.environment, [s.message for s in trajectory.steps]]
+    """Raises UnusableError for what could not be written again: NaN, half characters, dates of a table, great depth."""
+    messages = [step.message for step in trajectory.steps]
+    held = [trajectory.trajectory_id, trajectory.domain, trajectory.tools, trajectory.environment, messages]
+    if any(deeper_than(value, MOST_DEPTH) for value in held):
+        raise UnusableError(Reason.MALFORMED, f"nested deeper than {MOST_DEPTH} levels")
     try:
         json.dumps(held, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:

@@ -14,14 +14,13 @@ from mopdctl.files import file_digest, fingerprint, read_json, write_json, write
 from mopdctl.pivots.candidates import Candidate
 from mopdctl.pivots.folder import load_candidates, open_set
 from mopdctl.pivots.profiled import OK, Profiled, profile_row, profiled
-from mopdctl.pivots.responses import without_items
+from mopdctl.pivots.prompting import VERIFIER, prompt_of, reference_problem
 from mopdctl.records import Prompt
 from mopdctl.rollouts.run import RolloutSpec, run_rollout
 from mopdctl.runs import Workspace, differing_keys, locked, model_identity, open_run, package_versions
 from mopdctl.store.store import Store
-from mopdctl.train.data import prompt_token_ids, row_messages, row_tools
-from mopdctl.verifiers.base import Attempt, VerdictState
-from mopdctl.verifiers.registry import VERIFIERS, run_check
+from mopdctl.train.data import prompt_token_ids
+from mopdctl.verifiers.base import VerdictState
 
 TRUNCATED, TOO_LONG, REFUSED = "truncated", "prompt_too_long", "prompt_refused"
 """States that no verifier gives: an answer without its end, a prompt without room for an answer, one that the chat
@@ -62,11 +61,10 @@ def run_profile(
         raise InputError(f"--temperature {spec.temperature}: must be a number above 0; at 0 all rewards are equal")
     folder, manifest = open_set(workspace, spec.name)
     path = workspace.resolve_model(spec.model)
-    verifier = VERIFIERS["action"]
     config = {
         "candidates": manifest["candidates"]["digest"],
         "model": model_identity(path),
-        "verifier": f"{verifier.name}/{verifier.version}",
+        "verifier": f"{VERIFIER.name}/{VERIFIER.version}",
         "rollouts": spec.rollouts,
         "temperature": spec.temperature,
         "max_new_tokens": spec.max_new_tokens,
@@ -101,13 +99,12 @@ def usable_prompts(
 ) -> tuple[list[Prompt], dict[str, tuple[str, str]]]:
     """The candidates that can be asked and judged, as prompts; the others by id, each with its state and why."""
     prompts, unusable = [], {}
-    verifier = VERIFIERS["action"]
     for candidate in candidates:
         place = f"candidate {candidate.candidate_id} ({candidate.source})"
         try:
-            messages = row_messages({"messages": [without_items(message) for message in candidate.messages]}, place)
-            tools = row_tools({"tools": list(candidate.tools or ())}, place)
-            length = len(prompt_token_ids(chat, messages, tools, {}, place=place))
+            prompt = prompt_of(candidate, place)
+            tools = list(prompt.tools) if prompt.tools else None
+            length = len(prompt_token_ids(chat, list(prompt.messages), tools, {}, place=place))
         except InputError as error:
             unusable[candidate.candidate_id] = (REFUSED, str(error))
             continue
@@ -115,18 +112,8 @@ def usable_prompts(
             detail = f"{place}: {length} tokens and an answer of {max_new_tokens} do not fit into {chat.max_length}"
             unusable[candidate.candidate_id] = (TOO_LONG, detail)
             continue
-        prompt = Prompt(
-            prompt_id=candidate.candidate_id,
-            messages=tuple(messages),
-            tools=tuple(tools) if tools else None,
-            routing={"domain": candidate.domain},
-            reference=candidate.action,
-            verifier=verifier.name,
-            place=place,
-        )
-        tried = run_check(verifier, Attempt("", prompt.reference, prompt.messages, prompt.tools))
-        if tried.state is VerdictState.INVALID_REFERENCE:
-            unusable[candidate.candidate_id] = (tried.state.value, f"{place}: {tried.detail}")
+        if problem := reference_problem(prompt):
+            unusable[candidate.candidate_id] = (VerdictState.INVALID_REFERENCE.value, f"{place}: {problem}")
             continue
         prompts.append(prompt)
     return prompts, unusable

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mopdctl.pivots.audit import Reason, UnusableError
-from mopdctl.pivots.chat import chat_tools, is_cut, json_value, normal_message, number_or_none, refuses, row_id
+from mopdctl.pivots.chat import chat_tools, is_cut, json_value, normal_message, refuses, reward_of, row_id
 from mopdctl.pivots.responses import ConversionError, Item, grouped, is_output, item_type, message_of
 from mopdctl.pivots.trajectory import Step, Trajectory
 
@@ -23,23 +23,23 @@ def import_responses(row: dict[str, Any], place: str) -> Iterator[Trajectory]:
     After an item that chat messages cannot hold (a search that the server ran, a compaction) no later turn is usable,
     since its state is not known; the turns before it are.
     """
-    if "expected_action" in row:
+    if row.get("expected_action") is not None:
         raise UnusableError(Reason.PIVOT_ROW, "holds an 'expected_action'; export made it, select from its source")
-    request = row.get("responses_create_params", row)
+    request = row.get("responses_create_params") or row
     if not isinstance(request, dict):
         raise UnusableError(Reason.MALFORMED, "'responses_create_params' must be an object")
     response = row.get("response") or {}
     if not isinstance(response, dict):
         raise UnusableError(Reason.MALFORMED, "'response' must be an object")
-    items = _items(request.get("input", row.get("items")), "input")
-    written = _items(response.get("output", row.get("output")), "output")
+    items = _items(request.get("input") or row.get("items"), "input", "user")
+    written = _items(response.get("output") or row.get("output"), "output", "assistant")
     instructions = request.get("instructions")
     if isinstance(instructions, str) and instructions:
         items = [{"type": "message", "role": "system", "content": instructions}, *items]
     if not items and not written:
         raise UnusableError(Reason.MALFORMED, "holds no items in 'input', 'items' or 'output'")
     try:
-        steps = list(_steps([*items, *written]))
+        steps = list(_steps([*items, *written], _unseen(request) or _unseen(response)))
     except ConversionError as error:
         raise UnusableError(Reason.MALFORMED, str(error)) from None
     if steps and steps[-1].message["role"] == "assistant" and (end := _ending(response or row)):
@@ -48,15 +48,16 @@ def import_responses(row: dict[str, Any], place: str) -> Iterator[Trajectory]:
     yield Trajectory(
         trajectory_id=row_id(row, "trajectory_id", "id") or row_id(response, "id") or place,
         steps=tuple(steps),
-        tools=chat_tools(request.get("tools", row.get("tools"))),
+        tools=chat_tools(request.get("tools") or row.get("tools")),
         domain=row["domain"] if isinstance(row.get("domain"), str) else "",
-        reward=number_or_none(row.get("reward")),
+        reward=reward_of(row.get("reward")),
         environment=row["environment"] if isinstance(row.get("environment"), dict) else None,
         source=place,
     )
 
 
-def _items(value: Any, name: str) -> list[Item]:
+def _items(value: Any, name: str, speaker: str) -> list[Item]:
+    """The items in a field; text is one message of its speaker. Raises UnusableError."""
     items = value
     if isinstance(value, str):
         try:
@@ -64,14 +65,24 @@ def _items(value: Any, name: str) -> list[Item]:
         except UnusableError:
             items = None
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            return [{"type": "message", "role": "user", "content": value}] if value else []
+            return [{"type": "message", "role": speaker, "content": value}] if value else []
     if not isinstance(items, list | None) or not all(isinstance(item, dict) for item in items or ()):
         raise UnusableError(Reason.MALFORMED, f"{name!r} must be text or a list of items")
     return items or []
 
 
-def _steps(items: list[Item]) -> Iterator[Step]:
-    broken: tuple[Reason, str] | None = None
+def _unseen(request: dict[str, Any]) -> tuple[Reason, str] | None:
+    """Why the state of a request is more than its items, if it is: a server put something before them."""
+    for key in ("previous_response_id", "conversation", "prompt"):
+        value = request.get(key)
+        # `prompt` is a stored template by its id; a table may well have a text of that name.
+        named = value.get("id") if isinstance(value, dict) else value if key != "prompt" else None
+        if isinstance(named, str) and named:
+            return Reason.INCOMPLETE_STATE, f"goes on from a {key} that the row does not hold"
+    return None
+
+
+def _steps(items: list[Item], broken: tuple[Reason, str] | None) -> Iterator[Step]:
     segment: list[Item] = []
     at = 0
     for item in [*items, None]:

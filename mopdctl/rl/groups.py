@@ -10,6 +10,10 @@ from mopdctl.objective.group import group_advantages, has_zero_variance
 from mopdctl.records import Sample
 from mopdctl.verifiers import VerdictState
 
+_OVERLONG = ("length", "max_turns")
+_ANSWERED_FOR = (VerdictState.OK, VerdictState.PARSE_ERROR, VerdictState.TIMEOUT)
+"""Verdicts that say something of the answer. The others are about the machinery, the reference, or not there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rated:
@@ -30,17 +34,20 @@ class Rated:
 
 
 def rate(sample: Sample, train: RlTrainConfig, *, budget: int) -> Rated:
-    """What an answer of at most `budget` tokens earned, overlong answers and states by the names of the config."""
+    """What an answer of at most `budget` tokens earned, overlong answers and states by the names of the config.
+
+    Overlong is what ran out of tokens or turns. An answer that could not be checked earns nothing, however long it is.
+    """
     state = sample.verdict or "unverified"
     earned = sample.reward
     if state == VerdictState.PARSE_ERROR:
         earned = train.state_rewards.parse_error
     elif state == VerdictState.TIMEOUT:
         earned = train.state_rewards.timeout
-    overlong = sample.finish_reason != "stop"
+    overlong = sample.finish_reason in _OVERLONG
     if overlong and train.overlong == "mask":
         earned, state = None, "masked"
-    elif overlong and train.overlong == "fail":
+    elif overlong and train.overlong == "fail" and state in _ANSWERED_FOR:
         earned = 0.0
     elif earned is not None and train.overlong == "soft":
         earned += overlong_penalty(len(sample.response_ids), budget=budget, buffer=train.overlong_buffer)

@@ -18,9 +18,10 @@ from mopdctl.engines.base import stream_seed
 from mopdctl.files import fingerprint
 from mopdctl.records import Message, Prompt
 from mopdctl.verifiers.base import Attempt, ParseError
+from mopdctl.verifiers.documents import parse_json
 from mopdctl.verifiers.fences import answer as without_reasoning
 
-PROMPT_VERSION = 1
+PROMPT_VERSION = 2
 """Raised with every change of the question or of how replies are read: scores of two versions do not compare."""
 
 Answer = tuple[Message, ...]
@@ -245,13 +246,16 @@ _LONGEST_VERDICT = 1000
 
 
 def _last_object(text: str) -> Mapping[str, Any]:
-    """The JSON object that a text, or the fence that it ends with, ends with; empty if there is none."""
+    """The JSON object that a text, or the fence that it ends with, ends with; empty if there is none.
+
+    One with a key that stands twice is none: which of two scores is meant, nobody knows.
+    """
     end = text.removesuffix("```").rstrip()[-_LONGEST_VERDICT:]
     at = end.rfind("{")
     while at >= 0:
         try:
-            found = json.loads(end[at:])
-        except (ValueError, RecursionError):
+            found = parse_json(end[at:])
+        except ParseError:
             at = end.rfind("{", 0, at)
             continue
         return found if isinstance(found, dict) else {}

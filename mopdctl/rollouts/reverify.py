@@ -109,7 +109,7 @@ class Tally:
         """What stays as it was although it could not be checked, for a human."""
         why = {NO_PROMPT: f"{prompts} does not have their prompts", OTHER_PROMPT: f"{prompts} has other prompts there"}
         lines = []
-        why[JUDGED] = "a judge had a say in their reward, and a verifier alone cannot give it again"
+        why[JUDGED] = "a judge had a say in the rewards of their groups, and a verifier alone cannot give them again"
         for reason, text in why.items():
             if ids := self.left[reason]:
                 names = sorted(set(ids))
@@ -147,6 +147,7 @@ def _transition(sample: Sample, columns: dict[str, Any]) -> str:
 
 def _check(store: Store, by_id: dict[str, Prompt], reader: Reader, pool: Pool, tally: Tally) -> Iterator[int]:
     """Checks all samples in store order; yields how many are done after each batch."""
+    judged = _judged_groups(store)
     prompts: dict[str, Prompt] = {}
     same: dict[tuple[str, bytes], bool] = {}
     waiting: list[tuple[int, Sample]] = []
@@ -172,7 +173,7 @@ def _check(store: Store, by_id: dict[str, Prompt], reader: Reader, pool: Pool, t
                 same[key] = _answers(sample, prompt, reader)
             if not same[key]:
                 tally.left[OTHER_PROMPT].append(sample.prompt_id)
-            elif (sample.verifier or "").startswith(("mix:", "judge/")):
+            elif sample.group_id in judged:
                 tally.left[JUDGED].append(sample.prompt_id)
             elif prompt.verifier is None:
                 tally.left[NO_VERIFIER].append(sample.prompt_id)
@@ -185,6 +186,17 @@ def _check(store: Store, by_id: dict[str, Prompt], reader: Reader, pool: Pool, t
             yield done
     flush()
     yield done
+
+
+def _judged_groups(store: Store) -> set[str]:
+    """Groups in which a judge had a say.
+
+    An answer that the verifier gave no reward keeps the verifier's name there. A reward without the judge's part would
+    stand beside mixed ones.
+    """
+    found = store.meta_table(["group_id", "verifier"]).to_pydict()
+    pairs = zip(found["group_id"], found["verifier"], strict=True)
+    return {group_id for group_id, verifier in pairs if (verifier or "").startswith(("mix:", "judge/"))}
 
 
 def _answers(sample: Sample, prompt: Prompt, reader: Reader) -> bool:

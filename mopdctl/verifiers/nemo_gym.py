@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mopdctl.verifiers.arguments import maximum_matching
 from mopdctl.verifiers.base import InvalidReferenceError, Outcome
-from mopdctl.verifiers.targets import COMMAND_KEYS, PATH_KEYS, first_of, tool_category
+from mopdctl.verifiers.targets import COMMAND_KEYS, PATH_KEYS, tool_category
 
 Call = dict[str, Any]
 
@@ -69,6 +69,10 @@ def comparator(compat: Any, options: Any, want: Sequence[Call]) -> Callable[[Seq
         pivot = _read(SwePivotConfig(), options)
         if not want:
             raise InvalidReferenceError("'nemo-gym-swe' needs a tool call to be expected")
+        try:
+            _lines(want[0]["arguments"].get("view_range"))
+        except (OverflowError, RecursionError):
+            raise InvalidReferenceError("the expected view_range is no range of lines") from None
         return lambda got: swe_pivot(want[0], got, pivot)
     raise InvalidReferenceError(f"'compat' is {compat!r}; it has to be 'nemo-gym' or 'nemo-gym-swe'")
 
@@ -184,7 +188,11 @@ def swe_pivot(expected: Call, got: Sequence[Call], config: SwePivotConfig) -> Ou
     if not _same_tool(mine["name"], expected["name"]):
         return Outcome(0.0, f"calls {mine['name']!r} instead of {expected['name']!r}")
     kind = tool_category(expected["name"])  # that of both
-    if config.enable_target_match and not swe_target(kind, mine["arguments"], expected["arguments"]):
+    try:
+        same = not config.enable_target_match or swe_target(kind, mine["arguments"], expected["arguments"])
+    except (OverflowError, RecursionError):  # whatever is raised gives 0 there
+        return Outcome(0.0, "a view_range that cannot be read")
+    if not same:
         return Outcome(0.0, "another target")
     reward = 1.0
     if config.enable_argument_similarity:
@@ -208,7 +216,8 @@ def _same_tool(got: str, want: str) -> bool:
 def swe_target(kind: str | None, got: dict[str, Any], want: dict[str, Any]) -> bool:
     """Level 1: the same file (last two parts), sub-command and lines, or the same first word and a path in common.
 
-    Lines are taken as half-open, and -1 as the number -1.
+    Lines are taken as half-open, and -1 as the number -1. Raises OverflowError or RecursionError for a `view_range`
+    with an infinite line or a text nested too deep.
     """
     path, expected_path = first_of(got, PATH_KEYS), first_of(want, PATH_KEYS)
     if kind == "edit":
@@ -223,6 +232,11 @@ def swe_target(kind: str | None, got: dict[str, Any], want: dict[str, Any]) -> b
     if kind in ("search", "read") and path and expected_path:
         return _suffix(path, 3) == _suffix(expected_path, 3)
     return True
+
+
+def first_of(arguments: dict[str, Any], keys: tuple[str, ...]) -> str:
+    """The first argument of these names as a stripped text, null as `None`; else an empty one."""
+    return next((str(arguments[key]).strip() for key in keys if key in arguments), "")
 
 
 def _suffix(path: str, parts: int) -> str:
@@ -241,7 +255,7 @@ def _lines(raw: Any) -> tuple[int, int] | None:
     try:
         lines = json.loads(raw) if isinstance(raw, str) else raw
         return (int(lines[0]), int(lines[1])) if isinstance(lines, list) and len(lines) == 2 else None
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return None
 
 

@@ -1,7 +1,10 @@
 """Whether a JSON Schema can be used at all, whatever the value that it will be held against."""
 
+import functools
+import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -52,12 +55,47 @@ def check_schema(schema: Any, draft: Any, *, patterns: bool) -> None:
                 raise InvalidReferenceError(f"{target!r} is no schema")
             _check_form(found, draft)  # it may lie where the draft expects none
             leads_to[id(part)].append(id(found))
+        if isinstance(step := part.get("multipleOf"), float) and not math.isfinite(step):
+            raise InvalidReferenceError(f"multipleOf {step} is no JSON number")
         if patterns:
             _check_patterns(part)
     try:
         TopologicalSorter(leads_to).prepare()
     except CycleError:
         raise InvalidReferenceError("it leads back to itself without end") from None
+
+
+@functools.cache
+def exact(draft: Any) -> Any:
+    """The validator class of a draft with `multipleOf` as written in decimals: 0.3 is a multiple of 0.1.
+
+    jsonschema divides doubles (python-jsonschema/jsonschema #810), so that 0.3 / 0.1 leaves a remainder.
+    """
+
+    def multiple_of(validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[Any]:
+        if validator.is_type(instance, "number") and not _is_multiple(instance, step):
+            yield jsonschema.exceptions.ValidationError(f"{instance!r} is not a multiple of {step}")
+
+    return jsonschema.validators.extend(draft, {"multipleOf": multiple_of})
+
+
+def forget_drafts(schema: Any) -> None:
+    """Takes `$schema` out of a checked schema and its parts, in place.
+
+    Where jsonschema meets one, behind a `$ref` too, it goes on with its own validator of that draft.
+    """
+    for part in list(subschemas(schema)):
+        part.pop("$schema", None)
+
+
+def _is_multiple(value: float, step: float) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return _decimal(value) % _decimal(step) == 0
+
+
+def _decimal(number: float) -> Fraction:
+    return Fraction(number if isinstance(number, int) else repr(number))
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -61,9 +61,12 @@ def paths(text: str) -> set[str]:
 
     Those of commands that only prepare others count where there are no others: `cd /a && ls` names `/a`.
     """
-    found = commands(text)
-    working = _paths(command for command in found if command.verb not in _PREPARING)
-    return working or _paths(found)
+    return working_paths(text) or _paths(commands(text))
+
+
+def working_paths(text: str) -> set[str]:
+    """The same without those of commands that only prepare others."""
+    return _paths(command for command in commands(text) if command.verb not in _PREPARING)
 
 
 def _paths(found: Iterable[Command]) -> set[str]:

@@ -13,7 +13,7 @@ from mopdctl.verifiers import documents
 from mopdctl.verifiers.base import Attempt, InvalidReferenceError, Outcome
 from mopdctl.verifiers.documents import parse_json
 from mopdctl.verifiers.fences import FENCE_RULES, answer, unfenced
-from mopdctl.verifiers.schemas import check_schema, draft_of
+from mopdctl.verifiers.schemas import check_schema, draft_of, exact, forget_drafts
 
 __all__ = ["json_equal", "parse_json", "structured"]
 
@@ -106,8 +106,9 @@ def _validator(text: str) -> Any:
         check_schema(schema, draft, patterns=True)
     except InvalidReferenceError as error:
         raise InvalidReferenceError(f"schema: {error}"[:300]) from None
+    forget_drafts(schema)
     # The default registry would fetch what it does not know; an empty one knows only what is in the schema.
-    return draft(schema, registry=Registry())
+    return exact(draft)(schema, registry=Registry())
 
 
 def _breaks(document: Any, validator: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from typing import Any
 
@@ -32,6 +33,13 @@ _CATEGORY_OF = {
 PATH_KEYS = ("path", "file", "file_path", "filename", "file_name")
 COMMAND_KEYS = ("command", "cmd")
 
+_PATCH_KEYS = ("patch", "diff", "input", "patch_text", "patchText")
+# The file that a part of a patch is for: Codex's own form, and that of `diff -u`.
+_PATCHED = re.compile(
+    r"^\*\*\* (?:Add|Update|Delete) File: ([^\n]+)$|^--- (?:a/)?([^\t\n]++)[^\n]*+\n\+\+\+ (?:b/)?([^\t\n]+)",
+    re.MULTILINE,
+)
+
 _WHOLE_FILE = (1, math.inf)
 
 
@@ -44,12 +52,14 @@ def same_target(got: dict[str, Any], expected: dict[str, Any]) -> tuple[bool, st
     """Whether two calls of coding tools do the same kind of thing to the same thing, and if not, why.
 
     - Tools: the same name or the same category.
-    - Files (edit, search, read): the last two parts of the path are the same, or the shorter path ends the longer.
-    - Editors: the same sub-command; a `view` covers at least 80 % of the lines of the expected one. Line ranges are
-      inclusive and -1 is the end of the file; without a range it is the whole file. Of a range up to the end of the
-      file nobody knows the length, so it is covered only by a range that starts no later and runs to the end too.
+    - Files (edit, search, read): the last two parts of the path are the same, or the shorter path ends the longer. A
+      path that is left out is another one; in a search it is the current folder. A patch names its files in its text.
+    - Editors: the same sub-command, which another tool may leave out unless it is `view`; a `view` covers at least 80 %
+      of the lines of the expected one. Line ranges are inclusive and -1 is the end of the file; without a range it is
+      the whole file. Of a range up to the end of the file nobody knows the length, so it is covered only by a range
+      that starts no later and runs to the end too.
     - Commands (bash): the same program does the work (see `shell.main_command`), and where both name paths, they have
-      one in common.
+      one in common. Paths that the expected program is given have to be named.
 
     What is written into a file, or searched for, is not compared. Raises InvalidReferenceError where the line range of
     the expected call is none.
@@ -68,25 +78,45 @@ def _difference(got: dict[str, Any], expected: dict[str, Any]) -> str:
     if category not in ("edit", "search", "read"):
         return ""
     if category == "edit":
-        editor, expected_editor = str(mine.get("command", "")), str(theirs.get("command", ""))
-        if editor and expected_editor and editor != expected_editor:
-            return f"does {editor!r} instead of {expected_editor!r}"
-    path, expected_path = first_of(mine, PATH_KEYS), first_of(theirs, PATH_KEYS)
-    if path and expected_path and not same_path(path, expected_path):
-        return f"acts on {path!r} instead of {expected_path!r}"
-    if category == "edit" and "view" in (mine.get("command"), theirs.get("command")):
+        editor, expected_editor = (_text_of(arguments, ("command",)) for arguments in (mine, theirs))
+        named = expected_editor and (editor or got["name"].lower() == expected["name"].lower())
+        if editor != expected_editor and (named or "view" in (editor, expected_editor)):
+            return f"does {editor or 'nothing'!r} instead of {expected_editor or 'nothing'!r}"
+    missing = "." if category == "search" else ""
+    files, expected_files = _files(mine) or [missing], _files(theirs)
+    if expected_files and not _same_files(files, expected_files):
+        return f"acts on {', '.join(files) or 'nothing'!r} instead of {', '.join(expected_files)!r}"
+    if category == "edit" and _text_of(theirs, ("command",)) == "view":
         return _range_difference(mine.get("view_range"), theirs.get("view_range"))
     return ""
 
 
-def first_of(arguments: dict[str, Any], keys: tuple[str, ...]) -> str:
-    """The first argument of these names as a stripped text, else an empty one."""
-    return next((str(arguments[key]).strip() for key in keys if key in arguments), "")
+def _files(arguments: dict[str, Any]) -> list[str]:
+    """The file that a call names, or the files that its patch is for; empty if it names none."""
+    if path := _text_of(arguments, PATH_KEYS):
+        return [path]
+    patched = _PATCHED.findall(_text_of(arguments, _PATCH_KEYS))
+    found = (
+        (marked or (before if after.strip() == "/dev/null" else after)).strip() for marked, before, after in patched
+    )
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _same_files(some: list[str], others: list[str]) -> bool:
+    return all(any(a and same_path(a, b) for b in others) for a in some) and all(
+        any(a and same_path(a, b) for a in some) for b in others
+    )
+
+
+def _text_of(arguments: dict[str, Any], keys: tuple[str, ...]) -> str:
+    """The first of these arguments that says something, stripped; else an empty text. A null says nothing."""
+    texts = (str(arguments[key]).strip() for key in keys if arguments.get(key) is not None)
+    return next(filter(None, texts), "")
 
 
 def command_text(arguments: dict[str, Any]) -> str:
     """The shell command of a call; a list of words (`["bash", "-lc", "ls"]`) is written as one line."""
-    words = next((arguments[key] for key in COMMAND_KEYS if key in arguments), "")
+    words = next((arguments[key] for key in COMMAND_KEYS if arguments.get(key) is not None), "")
     return shlex.join(str(word) for word in words) if isinstance(words, list) else str(words).strip()
 
 
@@ -106,6 +136,8 @@ def _command_difference(got: str, expected: str) -> str:
     paths, expected_paths = shell.paths(got), shell.paths(expected)
     if paths and expected_paths and not any(same_path(a, b) for a in paths for b in expected_paths):
         return f"runs {mine.verb!r} on other paths"
+    if not paths and shell.working_paths(expected):
+        return f"runs {mine.verb!r} on no path"
     return ""
 
 

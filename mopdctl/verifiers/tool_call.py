@@ -1,5 +1,8 @@
 """Tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, compared by name and arguments."""
 
+import json
+import re
+from contextlib import suppress
 from typing import Any
 
 from mopdctl.verifiers import nemo_gym
@@ -11,6 +14,9 @@ from mopdctl.verifiers.matching import check_expected, compare_calls, read_match
 from mopdctl.verifiers.tool_schemas import tool_schemas
 
 TOOL_CALL_CLOSE = "</tool_call>"
+
+_BEFORE_OBJECT = re.compile(r"\s*(?:```(?:json)?[^\S\n]*\n\s*)?(?=\{)")
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 
 
 def tool_call(attempt: Attempt) -> Outcome:
@@ -70,21 +76,38 @@ def parse_tool_calls(response: str) -> list[dict[str, Any]]:
     while at < len(rest):
         if not rest.startswith(TOOL_CALL_OPEN, at):
             raise ParseError("text outside <tool_call>...</tool_call>")
-        end = rest.find(TOOL_CALL_CLOSE, at)
+        begin = at + len(TOOL_CALL_OPEN)
+        end = call_end(rest, begin)
         if end < 0:
             raise ParseError("a tool call never ends")
-        calls.append(parse_json(rest[at + len(TOOL_CALL_OPEN) : end]))
+        calls.append(parse_call(rest[begin:end]))
         at = end + len(TOOL_CALL_CLOSE)
         while at < len(rest) and rest[at].isspace():
             at += 1
     if not calls:
         raise ParseError("no tool call")
-    for call in calls:
-        if not is_call(call):
-            raise ParseError('a call needs exactly the keys "name" (a text) and "arguments" (an object)')
-        if problem := unusable(call["arguments"]):
-            raise ParseError(f"arguments of {call['name']!r}: {problem}")
     return calls
+
+
+def call_end(text: str, begin: int) -> int:
+    """Where the tag stands that closes the call whose JSON begins at `begin`; -1 if there is none.
+
+    A tag within a string of a sound JSON object is data. Where there is no such object, the first tag closes the call.
+    """
+    if start := _BEFORE_OBJECT.match(text, begin):
+        with suppress(ValueError, RecursionError):
+            _, begin = _DECODER.raw_decode(text, start.end())
+    return text.find(TOOL_CALL_CLOSE, begin)
+
+
+def parse_call(text: str) -> dict[str, Any]:
+    """The call that stands between two tags. Raises ParseError for anything else."""
+    call = parse_json(text)
+    if not isinstance(call, dict) or not is_call(call):
+        raise ParseError('a call needs exactly the keys "name" (a text) and "arguments" (an object)')
+    if problem := unusable(call["arguments"]):
+        raise ParseError(f"arguments of {call['name']!r}: {problem}")
+    return call
 
 
 def is_call(call: Any) -> bool:

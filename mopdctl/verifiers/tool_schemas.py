@@ -13,7 +13,7 @@ import jsonschema.validators
 import referencing
 
 from mopdctl.verifiers.base import InvalidReferenceError
-from mopdctl.verifiers.schemas import check_schema, draft_of, subschemas
+from mopdctl.verifiers.schemas import check_schema, draft_of, exact, forget_drafts, subschemas
 
 _NOTHING = object()
 _KNOWN_FITS: ContextVar[dict[tuple[int, int], bool] | None] = ContextVar("known fits", default=None)
@@ -101,6 +101,7 @@ def _checked(text: str) -> Schema:
         check_schema(schema, draft, patterns=False)
     except InvalidReferenceError as error:
         raise InvalidReferenceError(f"no usable JSON Schema: {error}") from None
+    forget_drafts(schema)
     # An empty registry: without one, jsonschema would fetch what a reference names.
     found = Schema(schema, _bounded(draft)(schema, registry=referencing.Registry()))
     try:
@@ -147,7 +148,7 @@ def _bounded(draft: Any) -> Any:
 
     skipped = ("pattern", "patternProperties", "unevaluatedProperties", "unevaluatedItems")
     return jsonschema.validators.extend(
-        draft,
+        exact(draft),
         {
             **dict.fromkeys(skipped, passes),
             "additionalProperties": additional,

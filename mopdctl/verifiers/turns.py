@@ -9,7 +9,7 @@ from mopdctl.records import Message
 from mopdctl.verifiers.base import ParseError
 from mopdctl.verifiers.documents import parse_json
 from mopdctl.verifiers.fences import TOOL_CALL_OPEN, without_reasoning
-from mopdctl.verifiers.tool_call import TOOL_CALL_CLOSE, parse_tool_calls
+from mopdctl.verifiers.tool_call import TOOL_CALL_CLOSE, call_end, parse_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,19 @@ class WrittenCall:
 class Turn:
     """One turn of an assistant."""
 
-    reasoning: str
-    """Without its tags."""
+    reasoning: str | None
+    """Without its tags; None where there was none, not even an empty block."""
     content: str
     """The rest without the calls, trimmed."""
     calls: tuple[WrittenCall, ...]
 
     def message(self, first_call: int) -> Message:
-        """The turn as a chat message, whose calls have ids from `call_id(first_call)` on."""
+        """The turn as a chat message, whose calls have ids from `call_id(first_call)` on.
+
+        It has `reasoning_content`, be it empty, where reasoning was cut off: see `turn_of`.
+        """
         found: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
+        if self.reasoning is not None:
             found["reasoning_content"] = self.reasoning
         if self.calls:
             found["tool_calls"] = [
@@ -59,22 +62,32 @@ def parse_turn(text: str) -> Turn:
         rest = without_reasoning(text)
     except ParseError:
         rest = ""
-    reasoning = text[: len(text) - len(rest)].strip().removeprefix("<think>").removesuffix("</think>").strip()
+    cut = text[: len(text) - len(rest)]
+    reasoning = cut.strip().removeprefix("<think>").removesuffix("</think>").strip() if cut else None
+    content, calls = _without_calls(rest)
+    return Turn(reasoning, content, calls)
+
+
+def _without_calls(rest: str) -> tuple[str, tuple[WrittenCall, ...]]:
     said, calls, at = [], [], 0
     while (begin := rest.find(TOOL_CALL_OPEN, at)) >= 0:
         said.append(rest[at:begin])
         begin += len(TOOL_CALL_OPEN)
-        end = rest.find(TOOL_CALL_CLOSE, begin)
+        end = call_end(rest, begin)
         calls.append(_written(rest[begin:] if end < 0 else rest[begin:end]))
         at = len(rest) if end < 0 else end + len(TOOL_CALL_CLOSE)
     said.append(rest[at:])
-    return Turn(reasoning, "".join(said).strip(), tuple(calls))
+    return "".join(said).strip(), tuple(calls)
 
 
 def turn_of(message: Message) -> Turn:
-    """The turn in an assistant's chat message, its calls in `tool_calls` or in the text."""
-    content = message.get("content")
-    turn = parse_turn(content if isinstance(content, str) else "")
+    """The turn in an assistant's chat message, its calls in `tool_calls` or in the text.
+
+    Beside `reasoning_content` the content is what remained without reasoning: none is cut off a second time.
+    """
+    content, reasoning = message.get("content"), message.get("reasoning_content")
+    text = content if isinstance(content, str) else ""
+    turn = Turn(reasoning, *_without_calls(text)) if isinstance(reasoning, str) else parse_turn(text)
     listed = message.get("tool_calls")
     if not isinstance(listed, list) or not listed:
         return turn
@@ -95,7 +108,7 @@ def _listed(call: Any) -> WrittenCall:
 
 def _written(text: str) -> WrittenCall:
     try:
-        (call,) = parse_tool_calls(f"{TOOL_CALL_OPEN}{text}{TOOL_CALL_CLOSE}")
+        call = parse_call(text)
     except ParseError:
         return WrittenCall("", text)
     return WrittenCall(call["name"], call["arguments"])

@@ -95,7 +95,7 @@ MERGE = "merge --teachers teachers.yaml --name merged"
 PAIR = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
 
 # (what is bad: what spoils the folder, the command, what the line on stderr says)
-CASES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+CASES: dict[str, tuple[Callable[[Path], Any], str | list[str], str]] = {
     # files
     "no teachers file": (nothing, "distill --teachers nosuch.yaml", "nosuch.yaml: no such file"),
     "no sft file": (nothing, "sft --config nosuch.yaml", "nosuch.yaml: no such file"),
@@ -121,6 +121,22 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "not YAML": (lambda f: (f / "teachers.yaml").write_text("name: [x\nteachers: {"), DISTILL, "teachers.yaml:"),
     "not a mapping": (lambda f: (f / "teachers.yaml").write_text("- x\n"), DISTILL, "not a mapping"),
     "an empty file": (lambda f: (f / "teachers.yaml").write_text(""), DISTILL, "teachers.yaml: is empty"),
+    "YAML that holds itself": (
+        lambda f: (f / "teachers.yaml").write_text("student: &a {b: *a}\n"),
+        DISTILL,
+        "teachers.yaml: holds itself",
+    ),
+    "sft in YAML that holds itself": (
+        lambda f: (f / "sft.yaml").write_text("model: &a {b: *a}\n"),
+        SFT,
+        "sft.yaml: holds itself",
+    ),
+    "rl in YAML that holds itself": (
+        lambda f: (f / "rl.yaml").write_text("model: &a {b: *a}\n"),
+        "rl --config rl.yaml",
+        "rl.yaml: holds itself",
+    ),
+    "--set that holds itself": (nothing, [*SFT.split(), "--set", "model=&a {b: *a}"], "holds itself"),
     "not UTF-8": (lambda f: (f / "teachers.yaml").write_bytes(b"name: \xff\n"), DISTILL, "not UTF-8 at byte 6"),
     "a held-out file that is not there": (
         edit_teachers(lambda d: d["train"].update(eval_prompts="nowhere.jsonl")),
@@ -225,7 +241,7 @@ def test_bad_input_ends_in_one_line(cli: Cli, folder: Path, monkeypatch: pytest.
     spoil(folder)
     monkeypatch.chdir(folder)
     before = files(folder)
-    ended = cli(*command.split(), "--json")
+    ended = cli(*(command.split() if isinstance(command, str) else command), "--json")
     assert ended.stdout == ""
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1

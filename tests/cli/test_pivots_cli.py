@@ -203,6 +203,34 @@ def test_how_answers_are_compared_goes_from_the_extraction_into_the_rows(
     assert not any("match" in row["expected_action"] for _, row in read_jsonl(tmp_path / "nemo-gym.jsonl"))
 
 
+def test_rows_that_cannot_be_read_stop_nothing_and_are_told(cli: Cli, trajectories: Path, tmp_path: Path) -> None:
+    turn = '{"role": "user", "content": "q"%s}, {"role": "assistant", "content": "a"%s}'
+    rows = [
+        '{"messages": [{"role": "exit"}]}',
+        '{"input": [{"type": "web_search_call"}]}',
+        '{"id": "a\\ud800", "messages": [%s]}' % (turn % ("", "")),
+        '{"messages": [%s]}' % (turn % (', "x\\ud800": 1', "")),
+        '{"messages": [%s]}' % (turn % ("", ', "error": "bad \\ud800"')),
+    ]
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(rows) + "\n" + trajectories.read_text())
+    done = cli("pivots", "extract", path, "--out", "errands", "--workspace", tmp_path / "ws", "--json")
+    assert done.code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["candidates"], report["skipped"]) == (13, 1)
+    assert report["by"]["unread_trajectories"] == {"malformed": 1, "no_turn": 2}
+    skipped = [row for _, row in read_jsonl(folder(tmp_path) / "skipped.jsonl")]
+    assert [(row["place"].rpartition(":")[2], row["reason"]) for row in skipped] == [
+        ("1", "no_turn"),
+        ("2", "no_turn"),
+        ("3", "malformed"),
+        ("5", "errored"),
+    ]
+    assert [skipped[2]["trajectory_id"], skipped[3]["detail"]] == ["a?", "bad ?"]
+    notes = [row["detail"] for _, row in read_jsonl(folder(tmp_path) / "notes.jsonl")]
+    assert "x? of a message (1)" in notes
+
+
 def test_rows_may_be_compared_as_nemo_gym_does(cli: Cli, trajectories: Path, tmp_path: Path) -> None:
     place = ["--workspace", tmp_path / "ws"]
     assert cli("pivots", "extract", trajectories, "--out", "errands", "--compat", "nemo-gym", *place).code == 0
@@ -229,6 +257,9 @@ def test_rows_may_be_compared_as_nemo_gym_does(cli: Cli, trajectories: Path, tmp
         ("threshold=7", "--match: 'match'"),
         ("threshold=x", "--match: "),
         ("words", "--match words: write KEY=VALUE"),
+        ("threshold=" + "[" * 200 + "]" * 200, "--match threshold: nested deeper than 100 levels"),
+        ("threshold=" + "[" * 100_000, "--match threshold: nested too deep"),
+        ("threshold=NaN", "--match: "),
     ],
 )
 def test_an_option_of_the_comparison_that_nobody_knows_is_refused(

@@ -141,7 +141,7 @@ def test_answers_earn_what_judge_and_verifier_give_together(
     with run_in_thread(on_request=asked.append) as server:
         found = run(document(server.url, weight=3, principles=["Be brief."]), tmp_path / "w")
     assert len(found.samples) == STEPS * GROUPS * GROUP_SIZE
-    assert {s.verifier for s in found.samples} == {"mix:exact_match/2+judge/1"}
+    assert {s.verifier for s in found.samples} == {"mix:exact_match/2+judge/2"}
     assert {s.verdict for s in found.samples} == {"ok"}
     assert all("1. Be brief." in body["messages"][0]["content"] for body in asked)
     # The verifier gives a random text 0; the judge has 3 of 4 parts.
@@ -263,7 +263,7 @@ def test_without_a_verifier_the_judge_alone_pays(
         made = document(server.url, verifier_weight=0)
         made["environments"]["sums"]["prompts"] = str(tmp_path / "free.jsonl")
         found = run(made, tmp_path / "w")
-    assert {s.verifier for s in found.samples} == {"judge/1"}
+    assert {s.verifier for s in found.samples} == {"judge/2"}
     assert [row["rl/reward"]["sums"] for row in found.metrics] == pytest.approx(
         [row["rl/judge"]["sums"]["reward"] for row in found.metrics], abs=1e-6
     )

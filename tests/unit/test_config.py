@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from mopdctl.config.base import load_config, load_yaml
+from mopdctl.config.overrides import load_with_overrides
 from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile, load_teachers
 from mopdctl.errors import InputError
@@ -86,6 +87,38 @@ def test_a_duplicate_key_is_named_with_the_line_of_its_second_use(written: Any) 
 def test_what_is_no_yaml_is_an_input_error_with_its_line(written: Any, text: str | bytes, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         load_yaml(written(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("model: &a {b: *a}\n", "holds itself"),
+        ("data: &a [x, [*a]]\n", "holds itself"),
+        ("&a\nmodel: *a\n", "holds itself"),
+        ("model: &a !!omap [x: *a]\n", "holds itself"),
+        ("model: &a\n  ? [x, *a]\n  : 1\n", "not YAML"),
+        ("model: " + "[" * 101 + "]" * 101 + "\n", "nested deeper than 100"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)), "more than 100,000"),
+    ],
+    ids=["a mapping", "a list", "the whole", "an ordered mapping", "a key", "deep", "doubled 40 times"],
+)
+def test_yaml_that_holds_itself_or_grows_without_end_is_an_input_error(written: Any, text: str, complaint: str) -> None:
+    path = written(text)
+    with pytest.raises(InputError, match=rf"file\.yaml: .*{complaint}"):
+        load_yaml(path)
+    with pytest.raises(InputError, match=rf"file\.yaml: .*{complaint}"):
+        load_config(SftConfig, path)
+
+
+def test_a_setting_that_holds_itself_is_an_input_error(written: Any) -> None:
+    with pytest.raises(InputError, match=r"with command-line overrides: holds itself"):
+        load_with_overrides(SftConfig, written(SFT), {}, ["model=&a {b: *a}"])
+
+
+def test_what_stands_under_two_names_is_there_twice(written: Any) -> None:
+    text = "a: &a {x: [1, 2]}\nb: *a\nc: [*a, *a]\nd: {<<: *a, y: 3}\n"
+    found = {"x": [1, 2]}
+    assert load_yaml(written(text)) == {"a": found, "b": found, "c": [found, found], "d": found | {"y": 3}}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "just text\n", "3\n", "null\n"])

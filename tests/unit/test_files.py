@@ -1,8 +1,12 @@
+import errno
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopdctl.errors import InputError
+from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import (
     digest,
     dump_json,
@@ -22,6 +26,7 @@ from mopdctl.files import (
     write_json,
     write_jsonl,
     write_text,
+    writing,
 )
 
 # Writes two long texts in turn for as long as it lives.
@@ -75,6 +80,85 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(tmp_path
         write_text(path, "half a surrogate pair \ud800")
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def file_as_folder(folder: Path) -> Path:
+    (folder / "file").write_text("kept")
+    return folder / "file" / "below" / "rows.jsonl"
+
+
+def folder_as_file(folder: Path) -> Path:
+    (folder / "rows.jsonl").mkdir()
+    return folder / "rows.jsonl"
+
+
+def unwritable(folder: Path) -> Path:
+    if os.geteuid() == 0:
+        return Path("/proc/nothing/rows.jsonl")  # a folder in which the superuser makes nothing either
+    (folder / "closed").mkdir(mode=0o500)
+    return folder / "closed" / "rows.jsonl"
+
+
+def too_long(folder: Path) -> Path:
+    return folder / ("x" * 300 + ".jsonl")
+
+
+@pytest.mark.parametrize("place", [file_as_folder, folder_as_file, unwritable, too_long])
+def test_a_place_where_no_file_can_be_is_an_input_error_before_any_row_is_made(
+    tmp_path: Path, place: Callable[[Path], Path]
+) -> None:
+    path = place(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    made = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        made.append(1)
+        yield {}
+
+    writes: list[Callable[[], None]] = [
+        lambda: write_jsonl(path, rows()),
+        lambda: write_json(path, {}),
+        lambda: write_text(path, "text"),
+    ]
+    for write in writes:
+        with pytest.raises(InputError, match=r"cannot be written|is a folder") as caught:
+            write()
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert not made
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("size", [100, 1_000_000])
+def test_a_file_beyond_a_limit_of_size_is_an_input_error_and_the_old_one_stays(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
+    try:
+        with pytest.raises(InputError, match=r"file: the disk is full or a size limit is reached"):
+            write_text(path, "x" * size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_device_is_told_and_is_not_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(MopdctlError, match=r"file: cannot be written \(Input/output error\)") as caught:
+        write_text(tmp_path / "file", "x")
+    assert not isinstance(caught.value, InputError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_with_another_file_while_one_is_written_is_not_said_of_that_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "file"):
+        (tmp_path / "other").read_bytes()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_line_ends_are_written_and_read_as_they_are(tmp_path: Path) -> None:

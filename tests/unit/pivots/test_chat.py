@@ -105,6 +105,11 @@ def test_what_the_source_says_of_a_turn_is_kept(fields: dict[str, Any], reason: 
     assert trajectory.steps[1].unusable is reason
 
 
+@pytest.mark.parametrize(("reward", "expected"), [(1, 1.0), (0.5, 0.5), (float("nan"), None), ("1", None)])
+def test_a_reward_is_a_number_or_nothing(reward: Any, expected: float | None) -> None:
+    assert imported([{"role": "user", "content": "x"}], reward=reward).reward == expected
+
+
 def test_turns_after_a_compaction_are_marked() -> None:
     turn = assistant(content="a")
     user = {"role": "user", "content": "x"}

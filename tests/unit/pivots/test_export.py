@@ -16,6 +16,8 @@ from mopdctl.pivots.nemo_gym import gym_row, validate_row
 from mopdctl.pivots.profiled import Profiled
 from mopdctl.rollouts.prompts import read_prompts
 from mopdctl.runs import Workspace
+from mopdctl.verifiers.base import Attempt, VerdictState
+from mopdctl.verifiers.registry import VERIFIERS, run_check
 
 TOOLS = tuple(
     {
@@ -158,6 +160,21 @@ def test_a_state_that_ends_with_the_assistant_is_no_prompt() -> None:
     assert rl_row(candidate(messages=said)) == "ends_with_assistant"
     parts = ({"role": "user", "content": [{"type": "image_url"}]},)
     assert str(rl_row(candidate(messages=parts))).startswith("unusable_messages: candidate t0#0: message 0")
+
+
+def test_an_action_that_the_verifier_cannot_use_is_skipped_by_reason(workspace: Workspace, tmp_path: Path) -> None:
+    # An action that breaks the schema of its own tool: `rl` refuses the whole file for such a row.
+    wrong = [
+        candidate(f"t{n}", action={**OPEN, "arguments": text}) for n, text in enumerate(['{"number": "three"}'] * 2)
+    ]
+    make_set(workspace, [*wrong, *(candidate(f"u{n}") for n in range(3))])
+    document = export("errands", workspace, tmp_path / "all.jsonl", ExportSpec("rl", every=True))
+    assert (document["rows"], document["chosen"], document["skipped"]) == (3, 5, {"invalid_reference": 2})
+    export("errands", workspace, tmp_path / "random.jsonl", ExportSpec("rl", random=3))
+    for name in ("all.jsonl", "random.jsonl"):
+        prompts = read_prompts(tmp_path / name, ())
+        states = [run_check(VERIFIERS["action"], Attempt("", p.reference, p.messages, p.tools)).state for p in prompts]
+        assert states == [VerdictState.PARSE_ERROR] * 3
 
 
 def test_random_turns_are_a_sample_of_all_candidates_that_the_seed_decides(

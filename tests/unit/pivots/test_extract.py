@@ -15,6 +15,8 @@ from mopdctl.pivots.chat import import_chat
 from mopdctl.pivots.extract import extract, extract_files
 from mopdctl.pivots.leaks import find_leak
 from mopdctl.pivots.responses import chat_to_responses
+from mopdctl.verifiers.base import Attempt
+from mopdctl.verifiers.registry import VERIFIERS, run_check
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("find", "open")]
 USER = {"role": "user", "content": "What does kalo have?"}
@@ -112,6 +114,15 @@ CUT = calls(call("a", arguments='{"name": "ka'))
         ([USER, {"role": "assistant", "content": None, "reasoning": "hm"}], [Reason.UNFINISHED]),
         ([USER, say("ok", finish_reason="length")], [Reason.UNFINISHED]),
         ([USER, say("<tool_call>{}</tool_call>")], [Reason.INLINE_TOOL_CALL]),
+        ([USER, say("end it with </tool_call> then")], [Reason.INLINE_TOOL_CALL]),
+        ([USER, say("end it with </think> then")], [Reason.INLINE_REASONING]),
+        ([USER, say("<think>a</think><think>b</think>c")], [Reason.INLINE_REASONING]),
+        ([USER, say("it is <think>")], [None]),
+        ([USER, calls(call("a", arguments='{"x": 1, "x": 2}'))], [Reason.INVALID_ARGUMENTS]),
+        ([USER, calls(call("a", arguments='{"x": 1e999}'))], [Reason.INVALID_ARGUMENTS]),
+        ([USER, calls(call("a", arguments='{"x": ' + "[" * 101 + "]" * 101 + "}"))], [Reason.INVALID_ARGUMENTS]),
+        ([USER, calls(call("a", arguments='```json\n{"x": 1}\n```'))], [Reason.INVALID_ARGUMENTS]),
+        ([USER], [Reason.NO_TURN]),
         ([USER, say([{"type": "image_url", "image_url": {"url": "u"}}])], [Reason.NOT_TEXT]),
         ([USER, calls(call("a")), USER, say("x")], [None, Reason.INCOMPLETE_CALLS]),
         (
@@ -185,7 +196,9 @@ def test_turns_are_counted_and_states_are_complete_whatever_comes(rows: list[lis
     tally = Tally()
     for one in outcome:
         tally.add(one)
-    assert tally.turns == sum(message["role"] == "assistant" for row in rows for message in row)
+    turns = [sum(message["role"] == "assistant" for message in row) for row in rows]
+    assert tally.turns == sum(turns)
+    assert tally.unread_trajectories == ({"no_turn": turns.count(0)} if 0 in turns else {})
     assert tally.turns == tally.candidates + tally.skipped.total()
     document = tally.document()
     assert sum(document["by"]["action"].values()) == tally.candidates
@@ -211,7 +224,7 @@ def test_an_action_put_at_the_end_of_its_own_state_is_caught(row: list[dict[str,
         action = candidate.action
         made = [] if action["type"] == "message" else action.get("calls", [action])
         message = say(action.get("content", ""), tool_calls=[call("new", c["name"], c["arguments"]) for c in made])
-        assert find_leak([*candidate.messages, message], message, ids_identify=False) == "copied_action"
+        assert find_leak([*candidate.messages, message], message, reused=frozenset()) == "copied_action"
 
 
 def test_candidates_are_written_and_read_back_and_documents_without_a_trajectory_are_one_skip(tmp_path: Path) -> None:
@@ -224,3 +237,13 @@ def test_candidates_are_written_and_read_back_and_documents_without_a_trajectory
     last = outcome[-1]
     assert isinstance(last, Skip)
     assert (last.turn, last.reason, last.place) == (None, Reason.UNKNOWN_FORMAT, f"{path}:2")
+
+
+def test_every_message_that_is_a_candidate_scores_when_it_is_said_again() -> None:
+    texts = ["tode", "a </think> b", "<think> a", "a <tool_call> b", "a </tool_call> b", "a <think> b", "</think>a"]
+    outcome = found(*[[{"role": "user", "content": str(n)}, say(text)] for n, text in enumerate(texts)])
+    candidates = [one for one in outcome if isinstance(one, Candidate)]
+    assert [c.action["content"] for c in candidates] == ["tode", "a <think> b"]
+    for candidate in candidates:
+        reference = candidate.action | {"match": {"content": "exact"}}
+        assert run_check(VERIFIERS["action"], Attempt(candidate.action["content"], reference)).reward == 1

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from mopdctl.errors import InputError
 from mopdctl.pivots.audit import Reason, Skip
-from mopdctl.pivots.formats import detect_format, import_document, read_trajectories
+from mopdctl.pivots.formats import IMPORTERS, detect_format, import_document, read_trajectories
 from mopdctl.pivots.trajectory import Trajectory
 
 CHAT = {"id": "c", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -94,13 +95,83 @@ def test_parquet_rows_are_read_with_lists_and_with_json_text(tmp_path: Path) -> 
 def test_a_format_that_is_asked_for_is_used(tmp_path: Path) -> None:
     both = CHAT | {"input": "other"}
     path = jsonl(tmp_path / "t.jsonl", both)
-    assert detect_format(both) == "responses"
-    (chat,) = read(path, format="chat")
-    assert isinstance(chat, Trajectory)
-    assert chat.steps[0].message["content"] == "q"
+    assert detect_format(both) == "chat"
+    (items,) = read(path, format="responses")
+    assert isinstance(items, Trajectory)
+    assert [step.message["content"] for step in items.steps] == ["other"]
     (skip,) = read(jsonl(tmp_path / "u.jsonl", ATIF), format="chat")
     assert isinstance(skip, Skip)
     assert (skip.trajectory_id, skip.reason) == ("t", Reason.MALFORMED)
+
+
+EMPTY = dict.fromkeys(["messages", "input", "items", "output", "response", "responses_create_params", "steps"])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (CHAT | {"output": "done"}, "chat"),
+        (CHAT | {"input": "do it", "items": [], "responses_create_params": None}, "chat"),
+        (CHAT | {"messages": json.dumps(CHAT["messages"]), "input": "do it"}, "chat"),
+        (CHAT | {"steps": 12, "agent": "swe"}, "chat"),
+        (CHAT | {"responses_create_params": {"input": "q"}}, "responses"),
+        (EMPTY | CHAT, "chat"),
+        (EMPTY | RESPONSES, "responses"),
+        (EMPTY | {"messages": [], "items": [{"role": "user", "content": "q"}]}, "responses"),
+        (EMPTY | ATIF, "atif"),
+        ({"messages": []}, "chat"),
+        ({"input": ""}, "responses"),
+        ({"steps": [], "agent": {}}, "atif"),
+        ({"rows": 1}, None),
+    ],
+)
+def test_fields_that_are_empty_and_columns_of_the_users_own_do_not_decide(row: Any, expected: str | None) -> None:
+    assert detect_format(row) == expected
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+SAID = CHAT["messages"]
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (f'{{"messages": {json.dumps(SAID)}, "reward": {"9" * 400}}}', "'reward'"),
+        (f'{{"messages": {json.dumps(SAID)}, "reward": 1e999}}', "'reward'"),
+        (ATIF | {"steps": [{"source": ["agent"], "message": "x"}]}, "none of the sources"),
+        (ATIF | {"subagent_trajectories": 5}, "must be a list"),
+        (ATIF | {"subagent_trajectories": True}, "must be a list"),
+        (CHAT | {"id": "a\ud800"}, "half a character"),
+        (CHAT | {"domain": "a\ud800"}, "half a character"),
+        (CHAT | {"environment": nested(900)}, "nested"),
+        (CHAT | {"environment": nested(101)}, "nested"),
+        (CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(101)}}]}, "nested"),
+        (CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "x": nested(101)}]}]}, "nested"),
+    ],
+)
+def test_a_row_of_an_odd_shape_is_malformed_and_the_rest_is_read(tmp_path: Path, document: Any, said: str) -> None:
+    skip, after = read(jsonl(tmp_path / "t.jsonl", document, CHAT))
+    assert isinstance(skip, Skip)
+    assert (skip.reason, skip.place) == (Reason.MALFORMED, f"{tmp_path}/t.jsonl:1")
+    assert said in skip.detail
+    assert isinstance(after, Trajectory)
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, OverflowError, KeyError, AttributeError, RecursionError])
+def test_what_no_importer_thought_of_is_malformed(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def broken(row: dict[str, Any], place: str) -> Iterator[Trajectory]:
+        raise error("odd")
+
+    monkeypatch.setitem(IMPORTERS, "chat", broken)
+    (skip,) = import_document(CHAT, "p")
+    assert isinstance(skip, Skip)
+    assert (skip.reason, skip.trajectory_id) == (Reason.MALFORMED, "c")
 
 
 def test_files_and_formats_that_cannot_be_read_are_input_errors(tmp_path: Path) -> None:

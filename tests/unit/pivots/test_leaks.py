@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mopdctl.pivots.leaks import find_leak, ids_identify, split_reasoning
+from mopdctl.pivots.leaks import find_leak, reused_ids, split_reasoning
 
 LONG = '{"command": "pytest tests/test_parser.py -k unicode"}'
 THOUGHT = "The parser fails on unicode, so I run that one test."
@@ -25,7 +25,7 @@ def result(call_id: str, content: str = "ok") -> dict[str, Any]:
 
 
 def leak(state: list[dict[str, Any]], action: dict[str, Any]) -> str:
-    return find_leak(state, action, ids_identify=ids_identify([*state, action]))
+    return find_leak(state, action, reused=reused_ids([*state, action]))
 
 
 def test_a_retry_of_the_same_command_is_no_leak() -> None:
@@ -60,6 +60,47 @@ def test_a_call_that_was_logged_before_under_its_id_is_a_leak() -> None:
 def test_ids_that_count_anew_in_every_turn_say_nothing() -> None:
     other = [USER, call("call_0", "{}"), result("call_0"), call("call_0"), result("call_0")]
     assert leak(other, call("call_0")) == ""
+
+
+def test_a_reused_id_says_nothing_of_the_other_ids() -> None:
+    reused = [call("x", "{}"), result("x"), USER, call("x", '{"a": 1}'), result("x")]
+    assert reused_ids([USER, *reused]) == {"x"}
+    assert leak([USER, call("a"), result("a"), *reused, USER], call("a")) == "logged_before"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [('{"order": 1, "x": [2.0]}', '{"x":[2],"order":1}'), ('{"name": "\u00e9"}', '{"name":"é"}')],
+)
+def test_the_own_call_is_known_however_its_arguments_are_spelt(before: str, after: str) -> None:
+    assert leak([USER, call("a", before), result("a"), USER], call("a", after)) == "logged_before"
+    assert leak([USER, call("b", before)], call("a", after)) == "copied_action"
+    assert reused_ids([call("a", before), call("a", after)]) == frozenset()
+
+
+@pytest.mark.parametrize(("before", "after"), [('{"a": 1}', '{"a": true}'), ('{"a": 1}', '{"a": "1"}'), ("[", "[1")])
+def test_arguments_that_differ_are_two_calls(before: str, after: str) -> None:
+    assert reused_ids([call("a", before), call("a", after)]) == {"a"}
+
+
+def test_arguments_said_in_the_open_turn_are_a_leak_however_they_are_spelt() -> None:
+    said = {"role": "assistant", "content": 'Run {"command":"pytest tests/test_parser.py -k unicode"} now'}
+    assert leak([USER, said], call("a")) == "open_turn"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        THOUGHT.replace(" ", "  "),
+        THOUGHT.replace(", ", ",\n\t"),
+        [{"type": "input_text", "text": THOUGHT}],
+        [{"type": "text", "text": THOUGHT[:20]}, {"type": "output_text", "text": THOUGHT[20:]}],
+        [{"type": "tool_result", "content": [{"type": "text", "text": THOUGHT}]}],
+    ],
+)
+def test_own_reasoning_is_found_in_every_part_whatever_its_white_space(content: Any) -> None:
+    state = [USER, {"role": "user", "content": content}]
+    assert leak(state, call("a", reasoning_content=THOUGHT)) == "own_reasoning"
 
 
 def test_a_result_before_its_call_is_a_leak() -> None:

@@ -68,6 +68,16 @@ def test_a_profile_with_what_is_no_reward_is_refused(tmp_path: Path, rewards: An
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
+def after(arguments: str) -> tuple[dict[str, Any], ...]:
+    """A state after a call with these arguments."""
+    call = {"id": "a", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    return (
+        {"role": "user", "content": "Find"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "3"},
+    )
+
+
 def test_candidates_that_cannot_be_asked_have_a_state_and_stop_nothing(tiny: Path) -> None:
     chat = ChatTokenizer.load(str(tiny / "models" / "student"))
     good = candidate(0)
@@ -77,6 +87,10 @@ def test_candidates_that_cannot_be_asked_have_a_state_and_stop_nothing(tiny: Pat
             candidate(1, "x " * 200),
             candidate(2, messages=({"role": "wizard", "content": "x"},)),
             candidate(3, action={"type": "function_call", "name": "find", "arguments": "[]"}),
+            candidate(4, messages=after('{"name": 1e999}')),
+            candidate(5, messages=after('{"name": NaN}')),
+            candidate(6, messages=after('{"name": "\\ud800"}')),
+            candidate(7, messages=after('{"name": ' + "[" * 200 + "]" * 200 + "}")),
         ],
         chat,
         max_new_tokens=16,
@@ -85,6 +99,7 @@ def test_candidates_that_cannot_be_asked_have_a_state_and_stop_nothing(tiny: Pat
         "t#1": "prompt_too_long",
         "t#2": "prompt_refused",
         "t#3": "invalid_reference",
+        **{f"t#{turn}": "prompt_refused" for turn in (4, 5, 6, 7)},
     }
     assert "t.jsonl:1" in unusable["t#1"][1]
     assert "unknown role 'wizard'" in unusable["t#2"][1]

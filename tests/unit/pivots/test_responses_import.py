@@ -92,6 +92,41 @@ def test_how_a_response_ended_says_something_of_its_last_turn_alone(response: An
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"conversation": {"id": "conv_1"}},
+        {"prompt": {"id": "pmpt_1"}},
+        {"response": {"previous_response_id": "resp_1", "output": [CALL, RESULT, text("y")]}},
+    ],
+)
+def test_turns_that_go_on_from_what_is_not_there_have_no_state(more: dict[str, Any]) -> None:
+    row = {"input": "and now?", "output": [CALL, RESULT, text("y")]} | more
+    assert [s.unusable for s in imported(**row).steps] == [None, Reason.INCOMPLETE_STATE, None, Reason.INCOMPLETE_STATE]
+
+
+def test_a_request_that_goes_on_from_nothing_has_its_state() -> None:
+    more = {"previous_response_id": None, "conversation": None, "prompt": "a column of a table"}
+    assert [s.unusable for s in imported(input="x", output=[text("y")], **more).steps] == [None, None]
+
+
+def test_text_as_output_is_what_the_assistant_says() -> None:
+    messages = [step.message for step in imported(input="q", output="the answer").steps]
+    assert messages == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "the answer"}]
+
+
+def test_columns_without_a_value_do_not_hide_those_with_one() -> None:
+    empty = {"responses_create_params": None, "expected_action": None, "response": None, "tools": None}
+    trajectory = imported(input=None, items=[{"role": "user", "content": "x"}], output=[text("y")], **empty)
+    assert [step.message["content"] for step in trajectory.steps] == ["x", "y"]
+    row = {"input": [], "output": [], "tools": [TOOL]}
+    nested = imported(responses_create_params={"input": "x", "tools": None}, response={"output": [text("y")]}, **row)
+    assert [step.message["content"] for step in nested.steps] == ["x", "y"]
+    assert nested.tools is not None
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"input": "x", "expected_action": {"type": "message", "content": "y"}}, Reason.PIVOT_ROW),

@@ -131,6 +131,34 @@ def test_overlong_answers_are_treated_as_asked(
     assert (found.earned, found.state, found.verdict) == (earned, state, "ok")
 
 
+OVERLONG: list[dict[str, Any]] = [{"overlong": o} for o in ("score", "fail", "mask")] + [
+    {"overlong": "soft", "overlong_buffer": 8}
+]
+
+
+@pytest.mark.parametrize("verdict", ["infra_error", "invalid_reference", None])
+@pytest.mark.parametrize("train", OVERLONG)
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "max_turns", "tool_lost"])
+def test_an_answer_that_nobody_could_check_earns_nothing_however_it_ended(
+    verdict: str | None, train: dict[str, Any], finish_reason: str
+) -> None:
+    assert rate(sample(None, verdict, finish_reason=finish_reason), settings(**train), budget=4).earned is None
+
+
+@pytest.mark.parametrize("verdict", ["parse_error", "timeout"])
+def test_fail_gives_0_to_an_overlong_answer_that_its_check_could_not_finish(verdict: str) -> None:
+    train = settings(overlong="fail", state_rewards={"parse_error": None, "timeout": 0.5})
+    for finish_reason in ("length", "max_turns"):
+        found = rate(sample(None, verdict, finish_reason=finish_reason), train, budget=4)
+        assert (found.earned, found.state) == (0.0, verdict)
+
+
+@pytest.mark.parametrize("train", OVERLONG)
+def test_a_lost_tool_result_is_told_as_what_it_is(train: dict[str, Any]) -> None:
+    found = rate(sample(None, "infra_error", finish_reason="tool_lost"), settings(**train), budget=4)
+    assert (found.earned, found.state, found.verdict) == (None, "infra_error", "infra_error")
+
+
 # ------------------------------------------------------------------------------------------ a step that nobody checked
 
 

@@ -268,7 +268,11 @@ def verdict(first: Any, second: Any, ranking: Any) -> str:
         (verdict(True, 1, 2), "no_number"),
         (verdict(90, 2, 1), "off_scale"),  # modelscope/evalscope #1575: 90 was clamped to full credit
         (verdict(4, 0, 1), "off_scale"),
-        (verdict(float("nan"), 2, 1), "off_scale"),
+        (verdict(float("nan"), 2, 1), "no_verdict"),
+        (reply('{"score_1": 1, "score_1": 5, "score_2": 4, "ranking": 3}'), "no_verdict"),
+        (reply('{"score_1": 5, "score_2": 4, "ranking": 6, "ranking": 3}'), "no_verdict"),
+        (reply('{"why": {"a": 1, "a": 2}, "score_1": 5, "score_2": 4, "ranking": 3}'), "no_verdict"),
+        (reply(f'{VERDICT}\n{{"score_1": 1, "score_1": 5, "score_2": 4, "ranking": 3}}'), "no_verdict"),
         (verdict(4, 2, 0), "off_scale"),
         (verdict(4, 2, 2.5), "off_scale"),
         (verdict(4, 2, 5), "inconsistent"),

@@ -42,21 +42,21 @@ def kept(sample: Sample) -> tuple[Any, ...]:
 
 def test_the_weights_say_what_each_of_the_two_counts() -> None:
     judge = settings(weight=3, verifier_weight=1)
-    assert kept(mixed(verified(1.0), judge, 0.5)) == (0.625, "ok", "mix:exact_match/2+judge/1", None)
+    assert kept(mixed(verified(1.0), judge, 0.5)) == (0.625, "ok", "mix:exact_match/2+judge/2", None)
     assert kept(mixed(verified(0.0, verdict_label="wrong"), judge, 1.0))[::3] == (0.75, "wrong")
 
 
 def test_without_a_verifier_the_judge_is_all() -> None:
     judge = settings(verifier_weight=0)
-    assert kept(mixed(SAMPLE, judge, 0.25)) == (0.25, "ok", "judge/1", None)
-    assert kept(mixed(SAMPLE, judge, None)) == (None, "infra_error", "judge/1", "judge_error")
+    assert kept(mixed(SAMPLE, judge, 0.25)) == (0.25, "ok", "judge/2", None)
+    assert kept(mixed(SAMPLE, judge, None)) == (None, "infra_error", "judge/2", "judge_error")
     lost = replace(SAMPLE, finish_reason="tool_lost")
-    assert kept(mixed(lost, judge, None)) == (None, "infra_error", "judge/1", "tool_lost")
+    assert kept(mixed(lost, judge, None)) == (None, "infra_error", "judge/2", "tool_lost")
 
 
 def test_an_answer_that_nobody_could_compare_has_no_reward_rather_than_the_verifiers_part() -> None:
     found = kept(mixed(verified(1.0), settings(), None))
-    assert found == (None, "infra_error", "mix:exact_match/2+judge/1", "judge_error")
+    assert found == (None, "infra_error", "mix:exact_match/2+judge/2", "judge_error")
 
 
 @pytest.mark.parametrize("state", ["parse_error", "timeout", "infra_error", "invalid_reference"])

@@ -189,7 +189,9 @@ def test_an_expected_range_that_is_none_is_the_documents_fault(lines: Any) -> No
         ("edit", {"path": "src/b.py"}, {"path": "src/a.py"}, "acts on 'src/b.py' instead of 'src/a.py'"),
         ("edit", {"path": "src/a.py", "new_str": "x"}, {"file_path": "/w/src/a.py", "new_str": "y"}, ""),
         ("read", {"path": "src/b.py"}, {"path": "src/a.py"}, "acts on 'src/b.py' instead of 'src/a.py'"),
-        ("grep", {"pattern": "x"}, {"pattern": "y", "path": "src"}, ""),
+        ("grep", {"pattern": "x"}, {"pattern": "y", "path": "src"}, "acts on '.' instead of 'src'"),
+        ("grep", {"pattern": "x"}, {"pattern": "y", "path": "."}, ""),
+        ("grep", {"pattern": "x", "path": "src"}, {"pattern": "y"}, ""),
         ("think", {"thought": "a"}, {"thought": "b"}, ""),
         ("bash", {"command": "FOO=1 pytest a.py"}, {"command": "pytest a.py"}, ""),
         ("bash", {"command": "cd x && pytest"}, {"command": "pytest"}, ""),
@@ -216,3 +218,72 @@ def test_tools_of_one_category_stand_for_each_other_and_unknown_ones_only_for_th
     assert target("edit", {}, {}, "bash") == (False, "calls 'bash' instead of 'edit'")
     assert target("tool_a", {}, {}, "tool_b") == (False, "calls 'tool_b' instead of 'tool_a'")
     assert target("tool_a", {"x": 1}, {"x": 2}) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "got", "expected", "why"),
+    [
+        ("read_file", {}, {"path": "src/a.py"}, "acts on 'nothing' instead of 'src/a.py'"),
+        ("read_file", {"path": None}, {"path": "src/a.py"}, "acts on 'nothing' instead of 'src/a.py'"),
+        ("read_file", {"path": " "}, {"path": "/"}, "acts on 'nothing' instead of '/'"),
+        ("edit_file", {}, {"path": "a.py", "new_str": "x"}, "acts on 'nothing' instead of 'a.py'"),
+        ("edit", {"path": "a.py"}, {"path": "a.py", "command": "create"}, "does 'nothing' instead of 'create'"),
+        (
+            "edit",
+            {"path": "a.py", "command": None},
+            {"path": "a.py", "command": "view"},
+            "does 'nothing' instead of 'view'",
+        ),
+        ("bash", {"command": "cat"}, {"command": "cat src/a.py"}, "runs 'cat' on no path"),
+        ("bash", {"command": "ls"}, {"command": "cd /repo && ls"}, ""),
+        ("bash", {"command": None, "cmd": "ls"}, {"command": "ls"}, ""),
+    ],
+)
+def test_a_call_that_does_not_name_the_expected_target_has_another(
+    name: str, got: Any, expected: Any, why: str
+) -> None:
+    assert target(name, got, expected) == (not why, why)
+    assert target(name, expected, expected) == (True, "")
+
+
+@pytest.mark.parametrize("arguments", [{"path": None, "file_path": "src/a.py"}, {"path": "", "file": "src/a.py"}])
+def test_a_null_or_empty_argument_does_not_hide_the_path_under_another_name(arguments: dict[str, Any]) -> None:
+    assert target("read_file", arguments, {"path": "src/a.py"}) == (True, "")
+    assert target("read_file", {"path": "src/b.py"}, arguments)[0] is False
+
+
+def test_only_another_tool_may_leave_the_sub_command_out_and_none_views_without_one() -> None:
+    create, view = ({"command": command, "path": "a.py"} for command in ("create", "view"))
+    assert target("str_replace_editor", {"path": "a.py"}, create, "write_file") == (True, "")
+    assert target("str_replace_editor", {"path": "a.py"}, view, "write_file") == (
+        False,
+        "does 'nothing' instead of 'view'",
+    )
+    assert target("write_file", view, {"path": "a.py"}, "str_replace_editor") == (
+        False,
+        "does 'view' instead of 'nothing'",
+    )
+
+
+CODEX = "*** Begin Patch\n*** Update File: {}\n@@\n-a\n+b\n*** End Patch"
+UNIFIED = "--- a/{0}\t2026\n+++ b/{0}\t2026\n@@ -1 +1 @@\n--- a\n+b\n"
+
+
+@pytest.mark.parametrize("patch", [CODEX, UNIFIED])
+def test_a_patch_acts_on_the_files_that_its_text_names(patch: str) -> None:
+    expected = {"patch": patch.format("src/a.py")}
+    assert target("apply_patch", {"input": CODEX.format("src/a.py")}, expected) == (True, "")
+    assert target("apply_patch", {"path": "src/a.py"}, expected, "edit_file") == (True, "")
+    assert target("apply_patch", {}, expected) == (False, "acts on 'nothing' instead of 'src/a.py'")
+    two = {"patch": patch.format("src/a.py") + "\n" + patch.format("src/b.py")}
+    assert target("apply_patch", two, expected) == (False, "acts on 'src/a.py, src/b.py' instead of 'src/a.py'")
+    assert target("apply_patch", expected, two)[0] is False
+    removed = {"patch": "--- a/src/a.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"}
+    assert target("apply_patch", removed, expected) == (True, "")
+
+
+@pytest.mark.parametrize("patch", ["--- " + "a" * 100_000, "--- a\n" * 50_000, "*** Add File: x\n" * 50_000])
+def test_long_patches_are_read_quickly(patch: str) -> None:
+    started = time.process_time()
+    target("apply_patch", {"patch": patch}, {"path": "a.py"})
+    assert time.process_time() - started < 1

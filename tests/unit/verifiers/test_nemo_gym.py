@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopdctl.verifiers import VERIFIERS, Attempt, VerdictState
+from mopdctl.verifiers import VERIFIERS, Attempt, Verdict, VerdictState
 from mopdctl.verifiers.nemo_gym import (
     ComparatorConfig,
     SwePivotConfig,
@@ -332,3 +332,19 @@ KEYS = st.sampled_from(["path", "command", "view_range", "old_str", "new_str", "
 def test_swe_pivot_always_gives_a_reward(one: dict[str, Any], other: dict[str, Any], name: str, mode: str) -> None:
     found = swe_pivot({"name": name, "arguments": one}, [{"name": name, "arguments": other}], SwePivotConfig(mode))
     assert 0 <= found.reward <= 1
+
+
+@pytest.mark.parametrize("lines", ["[1e999, 5]", "[5, -1e999]", "[" * 100_000])
+def test_a_line_range_that_raises_there_gives_0_and_is_the_documents_fault_where_it_is_expected(lines: str) -> None:
+    usual = {"command": "view", "path": "/foo.py", "view_range": [1, 5]}
+    odd = {**usual, "view_range": lines}
+
+    def score(got: dict[str, Any], expected: dict[str, Any]) -> Verdict:
+        reference = {"type": "function_call", "name": "edit", "arguments": expected, "compat": "nemo-gym-swe"}
+        response = f"<tool_call>{json.dumps({'name': 'edit', 'arguments': got})}</tool_call>"
+        return run_check(VERIFIERS["action"], Attempt(response, reference))
+
+    assert score(usual, usual).reward == 1.0
+    assert (score(odd, usual).state, score(odd, usual).reward) == (VerdictState.OK, 0.0)
+    for got in (odd, usual):
+        assert score(got, odd).state == VerdictState.INVALID_REFERENCE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mopdctl.verifiers.base import Attempt, Verdict, VerdictState
 from mopdctl.verifiers.registry import VERIFIERS, run_check
-from mopdctl.verifiers.turns import WrittenCall, parse_turn, turn_of
+from mopdctl.verifiers.turns import Turn, WrittenCall, parse_turn, turn_of
 
 SETUP = {"people": {"kalo": 3, "bemi": 7}, "lockers": {"3": "tode", "7": None}}
 ENVIRONMENT = {"name": "errands", "setup": SETUP, "max_turns": 6}
@@ -178,3 +178,32 @@ def test_a_turn_comes_back_from_its_chat_message(calls: list[dict[str, Any]], fi
     assert [call["id"] for call in message["tool_calls"]] == [f"call{first + n:05d}" for n in range(len(calls))]
     back = turn_of(message)
     assert (back.content, back.calls) == (turn.content, turn.calls)
+
+
+@pytest.mark.parametrize("reasoning", ["<think>hm</think>", "<think></think>", "hm</think>", "</think>"])
+def test_reasoning_is_cut_off_once_also_on_the_way_through_a_chat_message(reasoning: str) -> None:
+    turn = parse_turn(reasoning + "I refuse, nothing was</think>done")
+    assert turn.content == "I refuse, nothing was</think>done"
+    assert turn_of(turn.message(0)) == turn
+    moved = {"role": "assistant", "content": "", "tool_calls": [{"function": MOVE}]}
+    reference = {"calls": [MOVE], "message": "done"}
+    attempt = Attempt("", reference, environment=ENVIRONMENT, turns=(moved, turn.message(1)))
+    assert run_check(VERIFIERS["state_replay"], attempt).reward == 0.0
+    honest = Attempt("", reference, environment=ENVIRONMENT, turns=(moved, parse_turn(reasoning + "done").message(1)))
+    assert run_check(VERIFIERS["state_replay"], honest).reward == 1.0
+
+
+def test_beside_reasoning_content_calls_in_the_text_still_count() -> None:
+    message = {"role": "assistant", "content": f"so {text(MOVE)}", "reasoning_content": "hm"}
+    assert turn_of(message) == Turn("hm", "so", (WrittenCall("move_item", MOVE["arguments"]),))
+
+
+def test_a_closing_tag_in_a_string_does_not_end_a_call_of_a_turn() -> None:
+    noted = {"name": "note", "arguments": {"text": f"</tool_call>{text(MOVE)}"}}
+    turn = parse_turn(text(noted, '{"name": "move_item", "argum', MOVE))
+    assert [(call.name, call.arguments) for call in turn.calls] == [
+        ("note", noted["arguments"]),
+        ("", '{"name": "move_item", "argum'),
+        ("move_item", MOVE["arguments"]),
+    ]
+    assert turn.content == ""

@@ -174,3 +174,10 @@ def test_no_response_makes_a_verifier_crash(response: str, name: str) -> None:
     verdict = run_check(VERIFIERS[name.split()[0]], Attempt(response, REFERENCES[name]))
     assert verdict.state in (VerdictState.OK, VerdictState.PARSE_ERROR), verdict
     assert (verdict.reward in (0.0, 1.0)) == (verdict.state == VerdictState.OK)
+
+
+# python-jsonschema/jsonschema #810
+@pytest.mark.parametrize(("value", "reward"), [("0.3", 1.0), ("1.1", 1.0), ("0.35", 0.0)])
+def test_multiples_are_those_of_the_decimals_as_written(value: str, reward: float) -> None:
+    attempt = Attempt(value, {"format": "json", "schema": {"multipleOf": 0.1}})
+    assert run_check(VERIFIERS["structured"], attempt).reward == reward

@@ -1,4 +1,5 @@
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from mopdctl.verifiers.base import ParseError
 from mopdctl.verifiers.fences import without_reasoning
 from mopdctl.verifiers.registry import run_check
 from mopdctl.verifiers.tool_call import parse_tool_calls
+from mopdctl.verifiers.turns import parse_turn
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 LOOK = {"name": "look", "arguments": {"city": "Ulm", "days": [1, 2.5], "exact": True, "note": None}}
@@ -103,10 +105,40 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), st.text(min_size=1, max_size=8))
 def test_every_call_equals_itself(arguments: dict[str, Any], name: str) -> None:
     call = {"name": name, "arguments": arguments}
-    escaped = json.dumps(call).replace("<", "\\u003c")
-    response = f"<tool_call>{escaped}</tool_call>"
-    assert parse_tool_calls(response) == [call]
-    assert reward(response, call) == 1.0
+    for text in (json.dumps(call).replace("<", "\\u003c"), json.dumps(call), json.dumps(call, ensure_ascii=False)):
+        response = f"<tool_call>{text}</tool_call>"
+        assert parse_tool_calls(response) == [call]
+        assert reward(response, call) == 1.0
+
+
+@pytest.mark.parametrize("form", ["{}", " \n{}\n ", "```json\n{}\n```", "\n```\n{}\n```\n"])
+def test_the_tags_of_calls_are_data_within_a_string(form: str) -> None:
+    write = {"name": "write", "arguments": {"text": f'say "</tool_call>" \\ {written(ADD)}', "</tool_call>": 1}}
+    response = f"<tool_call>{form.replace('{}', json.dumps(write))}</tool_call>\n{written(ADD)}"
+    assert parse_tool_calls(response) == [write, ADD]
+    assert reward(response, write, ADD) == 1.0
+    assert reward(response, ADD, write) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}',
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}} no</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>',
+        '<tool_call>"</tool_call>"</tool_call>',
+    ],
+)
+def test_a_call_with_tags_in_a_string_has_to_end_all_the_same(response: str) -> None:
+    with pytest.raises(ParseError):
+        parse_tool_calls(response)
+
+
+@pytest.mark.parametrize("unit", ['<tool_call>{"a', '<tool_call>{"a":"</tool_call>', "<tool_call>{}</tool_call>"])
+def test_many_broken_calls_are_read_quickly(unit: str) -> None:
+    started = time.process_time()
+    parse_turn(unit * 5_000)
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(
@@ -379,3 +411,51 @@ def test_reasoning_that_never_ends_is_no_answer() -> None:
 
 def test_calls_within_the_reasoning_do_not_count() -> None:
     assert detailed(f"<think>{written(LOOK)}</think>\n{written(ADD)}", calls=[ADD]) == (1.0, "")
+
+
+# ----------------------------------------------------------------------------------------------------------- multiples
+
+
+# python-jsonschema/jsonschema #810
+@pytest.mark.parametrize(
+    ("step", "value", "fits"),
+    [
+        (0.1, 0.3, True),
+        (0.01, 19.99, True),
+        (0.01, 19.999, False),
+        (0.1, 3, True),
+        (1e-7, 3.5e-6, True),
+        (0.3, 1, False),
+        (0.1, 10**400, True),
+        (3, 10**400, False),
+        (2, 3.0, False),
+        (0.1, -0.7, True),
+    ],
+)
+def test_multiples_are_those_of_the_decimals_as_written(step: float, value: float, fits: bool) -> None:
+    pay = {"name": "pay", "arguments": {"amount": value}}
+    here = {"type": "number", "multipleOf": step}
+    for properties in ({"amount": here}, {"amount": {"anyOf": [here, {"type": "null"}]}}):
+        verdict = checked(written(pay), (tool("pay", properties),), calls=[pay])
+        assert verdict.state == (VerdictState.OK if fits else VerdictState.INVALID_REFERENCE)
+
+
+DRAFTS = ["https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_part_that_names_its_draft_is_checked_like_any_other(draft: str) -> None:
+    slow = {"multipleOf": 0.1, "pattern": "^(a+)+$"}
+    within = tool("f", {"a": {"$schema": draft, **slow}})
+    behind = tool("f", {"a": {"$ref": "#"}}, **slow, **{"$schema": draft, "type": ["object", "number", "string"]})
+    for value in (0.3, "a" * 60 + "!"):
+        call = {"name": "f", "arguments": {"a": value}}
+        for offered in (within, behind):
+            assert detailed(written(call), (offered,), calls=[call]) == (1.0, "")
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan")])
+def test_a_step_that_is_no_number_is_the_documents_fault(step: float) -> None:
+    pay = {"name": "pay", "arguments": {"amount": 1}}
+    verdict = checked(written(pay), (tool("pay", {"amount": {"multipleOf": step}}),), calls=[pay])
+    assert verdict.state == VerdictState.INVALID_REFERENCE
