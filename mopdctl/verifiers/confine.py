@@ -52,10 +52,10 @@ def seal(keep: Collection[str], uid: int | None, hidden: str | None) -> bool:
         return False
     owner = "" if uid is None else f",uid={uid},gid={uid}"
     covers = {"/tmp": f"mode=0700,size={_SCRATCH_MB}m,nr_inodes=8192{owner}"}
-    if uid is not None:
-        covers |= {closed: "mode=0755,size=1m" for path in keep if (closed := closed_to_others(path))}
-    if hidden is not None and not any(f"{hidden}/".startswith(f"{cover}/") for cover in covers):
-        covers[hidden] = "mode=0755,size=1m"
+    closed = [closed_to_others(path) for path in keep] if uid is not None else []
+    for folder in filter(None, [*closed, hidden]):
+        if not any(f"{folder}/".startswith(f"{cover}/") for cover in covers):  # else it is gone already
+            covers[folder] = "mode=0755,size=1m"
     kept = {path: os.open(path, os.O_PATH) for path in sorted(map(os.path.realpath, keep))}
     os.umask(0o022)
     for cover, options in covers.items():

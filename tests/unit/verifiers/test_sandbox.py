@@ -282,6 +282,24 @@ def test_the_interpreter_of_this_test_may_lie_in_a_folder_that_only_root_enters(
     assert run_code("import json, os; print(os.getuid() != 0)").stdout.split() == [b"True"], folders
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+@pytest.mark.parametrize("parent", ["/tmp", "/var/tmp"])
+def test_an_environment_may_lie_below_a_folder_of_temporary_files(parent: str, mode: int) -> None:
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        Path(folder).chmod(mode)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
+        code = "from mopdctl.verifiers.sandbox import python, run; print(run(python('-c', 'import os; print(os.sep)')))"
+        modules = os.pathsep.join(filter(None, sys.path))
+        ran = subprocess.run(
+            [f"{folder}/venv/bin/python", "-c", code],
+            env={**os.environ, "PYTHONPATH": modules},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "stdout=b'/\\n'" in ran.stdout, ran.stderr
+
+
 def test_a_program_that_is_not_there_is_an_error_of_the_caller() -> None:
     with pytest.raises(SandboxError, match="could not start /no/such/program: FileNotFoundError"):
         run(["/no/such/program"], limits=LIMITS)
