@@ -333,7 +333,8 @@ def test_programs_are_checked_in_the_pool_and_in_the_one_that_verify_starts(tmp_
         verdicts = pool.check(attempts * 2)
     assert [verdict.reward for verdict in verdicts] == [1.0, None] * 2
     assert [verdict.state for verdict in verdicts] == [VerdictState.OK, VerdictState.TIMEOUT] * 2
-    assert verdicts[1].detail == "processes: stopped at 16 processes"
+    # the sandbox's limit, or the pool's: a bomb may pass both between two looks
+    assert verdicts[1].detail in {f"processes: stopped at {limit} processes" for limit in (16, Limits().processes)}
     assert verify("code", program, ADD) == verdicts[0]
 
 
