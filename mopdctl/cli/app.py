@@ -5,7 +5,21 @@ import sys
 import typer
 
 from mopdctl import __version__
-from mopdctl.cli import distill, doctor, evaluate, gensft, merge, pivots, quickstart, recovery, rl, rollout, sft, store
+from mopdctl.cli import (
+    distill,
+    doctor,
+    evaluate,
+    gensft,
+    merge,
+    overlap,
+    pivots,
+    quickstart,
+    recovery,
+    rl,
+    rollout,
+    sft,
+    store,
+)
 from mopdctl.cli.output import note
 from mopdctl.errors import MopdctlError
 
@@ -38,6 +52,7 @@ app.command("quickstart")(quickstart.quickstart)
 app.command("distill")(distill.distill)
 app.command("recovery")(recovery.recovery)
 app.command("eval")(evaluate.evaluate)
+app.command("overlap")(overlap.overlap)
 app.command("merge")(merge.merge)
 app.command("gen-sft")(gensft.gen_sft)
 app.command("sft")(sft.sft)

@@ -1,7 +1,7 @@
 """`mopdctl distill`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,6 +9,10 @@ from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, Set
 from mopdctl.cli.output import note, show, stdout_reserved
 from mopdctl.cli.training import step_progress
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+
+if TYPE_CHECKING:
+    from mopdctl.config.teachers import TeachersFile
+    from mopdctl.runs import Workspace
 
 
 def distill(
@@ -22,6 +26,14 @@ def distill(
     eval_every: Annotated[
         int | None, typer.Option("--eval-every", min=0, help="Steps between held-out scorings (train.eval_prompts).")
     ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option("--warmup", min=1, metavar="STEPS", help="Steps of SFT on the teachers' answers before MOPD."),
+    ] = None,
+    controls: Annotated[
+        bool,
+        typer.Option("--controls", help="Also make what it has to beat, on the same budget: merges, SeqKD, RL, ..."),
+    ] = False,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of data order and sampling.")] = None,
     settings: SetOption = None,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
@@ -35,6 +47,10 @@ def distill(
       mopdctl distill --teachers teachers.yaml
     A trial of three steps under another name:
       mopdctl distill --teachers teachers.yaml --steps 3 --batch-size 16 --name trial
+    Twenty steps of SFT on the teachers' answers first, where `mopdctl overlap` advises a warm-up:
+      mopdctl distill --teachers teachers.yaml --warmup 20
+    With its controls, as NAME.merge, NAME.seqkd, NAME.only-TEACHER, NAME.rl and so on:
+      mopdctl distill --teachers teachers.yaml --controls
 
     A run that was killed goes on where it was when the same command is given again: same prompts, same answers, same
     losses. On several GPUs: torchrun --nproc-per-node 8 -m mopdctl distill --teachers teachers.yaml
@@ -51,6 +67,7 @@ def distill(
         "train.batch_size": batch_size,
         "train.learning_rate": learning_rate,
         "train.eval_every": eval_every,
+        "train.warm_up.steps": warmup,
         "train.seed": seed,
     }
     config = load_with_overrides(TeachersFile, teachers, flags, settings or [])
@@ -58,7 +75,8 @@ def distill(
     place.checkpoint(config.name)
     prepare_runtime()
     with stdout_reserved():
-        from mopdctl.distill.run import plan_distill, run_distill
+        from mopdctl.distill.plan import plan_distill
+        from mopdctl.distill.run import run_distill
 
         quiet_libraries()
         document = plan_distill(config, place, base=teachers.parent, dry_run=dry_run)
@@ -71,4 +89,19 @@ def distill(
                 on_note=note,
             )
             document["checkpoint"] = str(target)
+        if controls:
+            document["controls"] = _controls(config, place, teachers.parent, dry_run=dry_run)
     show(document, as_json=as_json)
+
+
+def _controls(config: "TeachersFile", place: "Workspace", base: Path, *, dry_run: bool) -> dict[str, str]:
+    """Makes each control; name to what it is, or why it could not be made."""
+    from mopdctl.pipeline.controls import controls_of
+
+    found = {}
+    for control in controls_of(config, place, base=base):
+        found[control.name] = control.what if control.run else f"not made: {control.missing}"
+        if control.run and not dry_run:
+            note(f"control {control.name}: {control.what}")
+            control.run(step_progress(control.name, config.train.steps))
+    return found

@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from mopdctl.gensft.ask import Progress as Asked
     from mopdctl.gensft.ask import Spending
     from mopdctl.gensft.question_parts import Document
+    from mopdctl.gensft.spec import Spec
+    from mopdctl.runs import Workspace
 
 
 def gen_sft(
-    config: Annotated[Path, typer.Option("--config", help="The gen.yaml: seeds, committee, judges, rules, name.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The gen.yaml: seeds, committee, judges, rules, name.")
+    ] = None,
+    from_teachers: Annotated[
+        Path | None, typer.Option("--from-teachers", help="A teachers.yaml instead: its teachers answer its prompts.")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the data set to make.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Take this many seeds at most.")] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers per seed.")] = None,
@@ -45,15 +52,20 @@ def gen_sft(
     The same answers under other rules, as another data set, paid for once:
       mopdctl gen-sft --config gen.yaml --name strict --set filter.min_words=20 --set 'reuse=[sample-sft]'
 
+    \b
+    What the teachers of a distillation say to its prompts, where their verifiers pass it:
+      mopdctl gen-sft --from-teachers teachers.yaml --name teachers-answers --samples 4
+
     A budget (--max-cost, --max-tokens) stops the run with exit code 0 and `complete: no`; a larger one goes on.
 
     Every response is in the run's journal before anything is made of it. A run that was stopped goes on when the same
     command is given again, and asks for nothing that it has.
     """
-    from mopdctl.config.gensft import GenConfig
-    from mopdctl.config.overrides import load_with_overrides
+    from mopdctl.errors import InputError
     from mopdctl.runs import Workspace
 
+    if (config is None) == (from_teachers is None):
+        raise InputError("give one of --config gen.yaml and --from-teachers teachers.yaml")
     flags = {
         "name": name,
         "limit": preview or limit,
@@ -61,12 +73,11 @@ def gen_sft(
         "max_cost": max_cost,
         "max_tokens": max_tokens,
     }
-    loaded = load_with_overrides(GenConfig, config, flags, settings or [])
     place = Workspace(workspace)
+    spec = _spec(config, from_teachers, place, flags, settings or [])
     with stdout_reserved():
-        from mopdctl.gensft.spec import finished, prepare
+        from mopdctl.gensft.spec import finished
 
-        spec = prepare(loaded, place, base=config.parent)
         if dry_run:
             from mopdctl.gensft.estimate import dry_run as estimate
 
@@ -82,7 +93,7 @@ def gen_sft(
                 replace=replace,
                 preview=bool(preview),
                 retry_rejected=retry_rejected,
-                on_progress=_ProgressLine(loaded.name),
+                on_progress=_ProgressLine(spec.config.name),
                 on_note=note,
             )
     if dry_run:
@@ -90,7 +101,27 @@ def gen_sft(
     elif preview:
         _preview(document, as_json=as_json)
     else:
-        show(_summary(document, place.dataset(loaded.name)), as_json=as_json)
+        show(_summary(document, spec.target), as_json=as_json)
+
+
+def _spec(
+    config: Path | None, from_teachers: Path | None, place: "Workspace", flags: dict[str, Any], settings: list[str]
+) -> "Spec":
+    """What the one of the two files asks for that is given."""
+    if config is not None:
+        from mopdctl.config.gensft import GenConfig
+        from mopdctl.config.overrides import load_with_overrides
+
+        loaded = load_with_overrides(GenConfig, config, flags, settings)
+        with stdout_reserved():
+            from mopdctl.gensft.spec import prepare
+
+            return prepare(loaded, place, base=config.parent)
+    assert from_teachers is not None
+    with stdout_reserved():
+        from mopdctl.gensft.from_teachers import prepare_from_teachers
+
+        return prepare_from_teachers(from_teachers, place, flags=flags, settings=settings)
 
 
 def _task_documents(tasks: list[str]) -> "Iterable[Document]":

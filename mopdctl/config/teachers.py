@@ -1,19 +1,22 @@
 """`teachers.yaml`: student, prompts, teachers and how prompts find their teacher. All that `mopdctl distill` needs."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from mopdctl.config.base import Strict, load_config
-from mopdctl.config.train import Dtype, OnPolicyConfig
+from mopdctl.config.blackbox import BlackBox
+from mopdctl.config.distill import DistillTrainConfig
+from mopdctl.config.tiers import Tier, TiersConfig
+from mopdctl.config.train import Dtype
 
 
-class Teacher(Strict):
-    """One teacher. Several aliases may share a checkpoint, which is then loaded once."""
+class Teacher(BlackBox):
+    """One teacher: full weights, a LoRA adapter, or a black box. Aliases that share a checkpoint load it once."""
 
-    model: str
-    """A name in the workspace, a folder (relative to this file) or a hub id."""
+    base: str | None = None
+    """Base model of a LoRA adapter; None takes the one that the adapter names."""
     kind: Literal["rl", "sft", "self", "stage"] = "rl"
     """How it was made: by RL, by SFT, a frozen copy of the student, or an earlier stage of the same lineage."""
     domains: list[str] = Field(min_length=1)
@@ -22,8 +25,14 @@ class Teacher(Strict):
     """Values of the second routing key that it serves; empty serves all."""
     benchmarks: list[str] = []
     """lm-eval tasks on which `recovery` compares the student with this teacher; empty takes the domains' names."""
+    tier: Tier = 2
+    """Several teachers may serve a domain if their tiers differ: 1 frontier, 2 specialist, 3 self. See `tiers`."""
+    prompts: Path | None = None
+    """Prompts of its own instead of those in the common file; relative to this file."""
+    sampling_weight: float | None = Field(default=None, gt=0)
+    """How often its prompts are drawn, in any common unit; all or none have one. None draws by numbers of prompts."""
     weight: float = Field(default=1.0, gt=0)
-    """lambda: the weight of its samples in the loss."""
+    """lambda: the weight of its samples in the loss, however often they are drawn."""
     dtype: Dtype = "float32"
     """Precision in which the teacher scores."""
 
@@ -35,21 +44,6 @@ class Effort(Strict):
     """Arguments for the chat template, e.g. `{enable_thinking: false}`."""
     max_new_tokens: int | None = Field(default=None, gt=0)
     """Token budget of this mode; None takes the run's own."""
-
-
-class DistillTrainConfig(OnPolicyConfig):
-    """The MOPD loop: OnPolicyConfig plus objective and warm start."""
-
-    samples_per_prompt: int = Field(default=1, gt=0)
-    """Answers sampled per prompt."""
-    objective: Literal["sampled", "exact"] = "sampled"
-    """`sampled`: policy gradient on the sampled token. `exact`: reverse KL over the whole vocabulary."""
-    advantage_clip: float | None = Field(default=None, gt=0)
-    """Bound on the distillation advantage in nats, on both sides; None leaves it free."""
-    warm_start: Literal["none", "merge"] = "none"
-    """`merge` begins from student + `warm_start_scale` times the sum of teacher deltas."""
-    warm_start_scale: float = Field(default=0.3, gt=0)
-    """Scale of the warm-start merge."""
 
 
 class TeachersFile(Strict):
@@ -67,6 +61,8 @@ class TeachersFile(Strict):
     """Field of a prompt row that says which teacher serves it; a second field may hold the reasoning effort."""
     efforts: dict[str, Effort] = {}
     """Reasoning-effort modes by name, for the second routing field."""
+    tiers: TiersConfig | None = None
+    """How prompts find the tier of their domain's teachers; needed where a domain has several."""
     teachers: dict[str, Teacher] = Field(min_length=1)
     """Alias to teacher."""
 
@@ -83,7 +79,7 @@ class TeachersFile(Strict):
         return (self.routing,) if isinstance(self.routing, str) else tuple(self.routing)
 
     @model_validator(mode="after")
-    def _efforts_have_a_key(self) -> "TeachersFile":
+    def _efforts_have_a_key(self) -> Self:
         if len(self.routing_keys) == 1 and (self.efforts or any(t.efforts for t in self.teachers.values())):
             raise ValueError("efforts need a second routing field, e.g. routing: [domain, effort]")
         return self

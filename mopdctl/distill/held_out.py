@@ -21,14 +21,15 @@ class HeldOut:
     book: PromptBook
     rows: dict[str, list[int]]
     before: dict[str, float]
-    teacher: dict[str, float]
+    teacher: dict[str, float | None]
+    """None where there is no model of it."""
 
     def measure(self, student: HFModel) -> dict[str, dict[str, float | None]]:
         """Score (0-100) and recovery in percent per teacher; recovery is None where the teacher is not ahead."""
         scores = {alias: mean_reward(student, self.book, rows) for alias, rows in self.rows.items()}
         recovered = {}
         for alias, score in scores.items():
-            gap = self.teacher[alias] - self.before[alias]
+            gap = (self.teacher[alias] or 0.0) - self.before[alias]
             recovered[alias] = 100 * (score - self.before[alias]) / gap if gap > 0 else None
         return {"held_out/score": dict(scores), "held_out/recovery_pct": recovered}
 
@@ -59,8 +60,12 @@ def prepare(
 def start(book: PromptBook, rows: dict[str, list[int]], student: HFModel, teachers: Teachers) -> HeldOut:
     """Measures student and teachers before the first step."""
     before = {alias: mean_reward(student, book, found) for alias, found in rows.items()}
-    teacher = {alias: mean_reward(teachers[alias], book, found) for alias, found in rows.items()}
-    return HeldOut(book, rows, before, teacher)
+    said: dict[str, float | None] = dict.fromkeys(rows)
+    for alias in rows.keys() & teachers.by_alias.keys():
+        with teachers.resident(alias) as teacher:
+            said[alias] = mean_reward(teacher, book, rows[alias])
+    teachers.take_forwarded()  # what is counted is the scoring of rollouts
+    return HeldOut(book, rows, before, said)
 
 
 def reached(history: list[dict[str, Any]]) -> dict[str, int | None]:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.prompts import teacher_of
 from mopdctl.records import Prompt
 from mopdctl.rollouts.book import AnswerSettings, PromptBook
 from mopdctl.rollouts.jobs import Job, make_job
@@ -23,11 +22,13 @@ def answer_settings(config: TeachersFile) -> Callable[[Prompt], AnswerSettings]:
     return settings
 
 
-def step_jobs(book: PromptBook, rows: Sequence[int], *, step: int, config: TeachersFile) -> list[Job]:
+def step_jobs(
+    book: PromptBook, rows: Sequence[int], teachers: Sequence[str], *, step: int, config: TeachersFile
+) -> list[Job]:
     """One job for each of `samples_per_prompt` answers to each prompt of one step.
 
     A sample's random stream hangs on seed, step, prompt and sample number alone, so that batching and world size change
-    nothing.
+    nothing. `teachers` has the alias of each prompt of the book.
     """
     jobs = []
     seen: Counter[int] = Counter()
@@ -42,7 +43,7 @@ def step_jobs(book: PromptBook, rows: Sequence[int], *, step: int, config: Teach
                     group_id=f"{prompt.prompt_id}/{step}",
                     generation_index=number,
                     domain=prompt.routing[config.routing_keys[0]],
-                    teacher_id=teacher_of(prompt.routing, config),
+                    teacher_id=teachers[row],
                     prompt_ids=book.token_ids(row),
                     max_new_tokens=book.budget(prompt),
                 )

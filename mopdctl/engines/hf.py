@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mopdctl.engines.base import Completion, SampleRequest, Step, sample, uniforms
-from mopdctl.engines.layout import lay_out, response_logits, token_logprobs
+from mopdctl.engines.head import output_head
+from mopdctl.engines.layout import Layout, active_hidden, lay_out, response_logits, token_logprobs
 from mopdctl.errors import InputError
+from mopdctl.objective.head import Head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,6 +67,11 @@ class HFModel:
         if self.dtype == torch.float32 or next(self.model.parameters()).dtype == self.dtype:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
+
+    @cached_property
+    def head(self) -> Head:
+        """What makes logits of hidden states. Raises InputError where that is more than `Head` can say."""
+        return output_head(self.model)
 
     def save(self, folder: Path) -> None:
         """Writes weights, configuration and tokenizer as a Hugging Face folder."""
@@ -153,19 +161,43 @@ class HFModel:
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """See `Scorer.score`. Pairs of similar length share a batch; results come back in order."""
-        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
         found: dict[int, list[float]] = {}
-        for start in range(0, len(order), self.batch_size):
-            chunk = order[start : start + self.batch_size]
-            layout = lay_out(
-                [pairs[i][0] for i in chunk], [pairs[i][1] for i in chunk], pad_id=self.pad_id, device=self.device
-            )
+        for chunk, layout in self._batches(pairs):
             with _evaluating(self.model), self.computing():
                 logits_BRV = response_logits(self.model, layout, vocab_size=self.vocab_size)
             logprobs_BR = token_logprobs(logits_BRV, layout.response_BR).tolist()
             for i, row in zip(chunk, logprobs_BR, strict=True):
                 found[i] = row[: len(pairs[i][1])]
         return [found[i] for i in range(len(pairs))]
+
+    @torch.no_grad()
+    def hidden_states(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], masks: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """For each (prompt ids, response ids), the last hidden states [N, H] that predict its N tokens with mask 1.
+
+        On the CPU, in the precision that the model computes in; `head` makes logits of them. Pairs of similar length
+        share a batch.
+        """
+        found: dict[int, Tensor] = {}
+        for chunk, layout in self._batches(pairs):
+            rows = [[*masks[i], *[0] * (layout.response_BR.shape[1] - len(masks[i]))] for i in chunk]
+            active_BR = torch.tensor(rows, device=self.device).bool() & layout.present_BR
+            with _evaluating(self.model), self.computing():
+                hidden_NH = active_hidden(self.model, layout, active_BR)
+            hidden_NH = hidden_NH.to(self.dtype).cpu()
+            for i, piece in zip(chunk, hidden_NH.split(active_BR.sum(-1).tolist()), strict=True):
+                found[i] = piece.clone()
+        return [found[i] for i in range(len(pairs))]
+
+    def _batches(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[list[int], Layout]]:
+        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
+        for start in range(0, len(order), self.batch_size):
+            chunk = order[start : start + self.batch_size]
+            layout = lay_out(
+                [pairs[i][0] for i in chunk], [pairs[i][1] for i in chunk], pad_id=self.pad_id, device=self.device
+            )
+            yield chunk, layout
 
 
 def _context(request: SampleRequest) -> tuple[int, ...]:

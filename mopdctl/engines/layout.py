@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopdctl.engines.head import hidden_states
 from mopdctl.errors import InputError
 
 
@@ -113,6 +114,19 @@ def active_logits(model: Any, layout: Layout, active_BR: Tensor, *, vocab_size: 
         return response_logits(model, layout, vocab_size=vocab_size)[active_BR]
     # response column r is predicted from row column r, because P = 1
     return _logits(model, layout, active_BR[0].nonzero().squeeze(-1))[0, :, :vocab_size]
+
+
+def active_hidden(model: Any, layout: Layout, active_BR: Tensor) -> Tensor:
+    """The last hidden states [N, H] that predict the active response tokens; no others ever reach a head."""
+    hidden_BTH = hidden_states(
+        model,
+        input_ids=layout.input_ids_BT,
+        attention_mask=None if layout.packed else layout.attention_mask_BT,
+        position_ids=layout.position_ids_BT,
+    )
+    num_response = layout.response_BR.shape[1]
+    found: Tensor = hidden_BTH[:, -(num_response + 1) : -1][active_BR]
+    return found
 
 
 def _logits(model: Any, layout: Layout, logits_to_keep: int | Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The two losses of an RL run as token losses for the shared loop. N loss-active tokens, V vocabulary."""
 
-from torch import Tensor
-
 from mopdctl.config.rl import RlTrainConfig
 from mopdctl.engines.layout import token_logprobs
 from mopdctl.objective.advantage import distillation_advantage
@@ -9,7 +7,7 @@ from mopdctl.objective.kl import entropy, kl_k1, kl_k3
 from mopdctl.objective.surrogate import clipped_surrogate
 from mopdctl.train.batch import MicroBatch
 from mopdctl.train.policy import correction
-from mopdctl.train.step import Algorithm, TokenLoss
+from mopdctl.train.step import Algorithm, Policy, TokenLoss, token_loss
 
 REWARD, DISTILLATION = "reward", "distillation"
 """The loss components, each with its own denominators."""
@@ -24,10 +22,11 @@ def policy_loss(train: RlTrainConfig) -> Algorithm:
     Source: PivotRL, section 3.1 (GRPO); correction as in Nemotron 3 Ultra, section 3.3.1, Eq. 3.
     """
 
-    def loss(logits_NV: Tensor, batch: MicroBatch) -> TokenLoss:
+    def loss(policy: Policy, batch: MicroBatch) -> TokenLoss:
+        logits_NV = policy.logits_NV
         policy_N = token_logprobs(logits_NV, batch.tokens_N)
         prox_N = batch.streams.get("prox_logprobs", policy_N.detach())
-        weight_N, metrics = correction(train, prox_N, batch)
+        weight_N, metrics = correction(train, prox_N, batch.streams["behavior_logprobs"])
         if batch.component == DISTILLATION:
             teacher_N = batch.streams["teacher_logprobs"]
             advantage_N = distillation_advantage(teacher_N, prox_N)
@@ -45,6 +44,6 @@ def policy_loss(train: RlTrainConfig) -> Algorithm:
             kl_N = kl_k3(policy_N, batch.streams["reference_logprobs"])
             loss_N = loss_N + train.kl_weight * kl_N
             metrics["rl/kl_reference_nats"] = kl_N.detach()
-        return TokenLoss(loss_N, metrics)
+        return token_loss(loss_N, batch, metrics)
 
     return loss

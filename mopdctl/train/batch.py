@@ -28,6 +28,8 @@ class TrainSequence:
     """lambda of its teacher."""
     streams: dict[str, Sequence[float]] = field(default_factory=dict)
     """Name to one float per response token, e.g. `behavior_logprobs`."""
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    """Name to hidden states [n, width] of another model, one row per loss-active token, where they are known."""
     component: str = ""
     """Which loss it belongs to. Every component has its own denominators, so that none dilutes another."""
 
@@ -45,6 +47,8 @@ class MicroBatch:
     """What each token's loss is multiplied with before it is summed."""
     streams: dict[str, Tensor]
     """Name to [N]."""
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    """Name to hidden states [N, width] of another model, kept by whoever computed them for a later pass."""
 
     @property
     def teacher_id(self) -> str:
@@ -163,7 +167,15 @@ def _micro_batch(
     active = padded([s.loss_mask for s in group]).bool() & layout.present_BR
     streams = {name: padded([s.streams[name] for s in group])[active] for name in group[0].streams}
     spread = torch.tensor(coefficients, device=device, dtype=torch.float32).unsqueeze(-1).expand_as(active)
-    return MicroBatch(group, layout, active, layout.response_BR[active], spread[active], streams)
+    return MicroBatch(
+        group, layout, active, layout.response_BR[active], spread[active], streams, _hidden(group, device)
+    )
+
+
+def _hidden(group: list[TrainSequence], device: torch.device) -> dict[str, Tensor]:
+    """What all of the group have, [N, width]."""
+    known = set.intersection(*[set(s.hidden) for s in group])
+    return {name: torch.cat([s.hidden[name] for s in group]).to(device) for name in sorted(known)}
 
 
 def _packed_micro_batch(group: list[TrainSequence], coefficients: list[float], device: torch.device) -> MicroBatch:

@@ -12,7 +12,7 @@ from mopdctl.errors import MopdctlError
 from mopdctl.objective.correction import correction_weight, staleness_ratio
 from mopdctl.objective.reduction import first_non_finite
 from mopdctl.records import Sample
-from mopdctl.train.batch import MicroBatch, TrainSequence
+from mopdctl.train.batch import TrainSequence
 
 Streams = Mapping[str, Sequence[float]]
 
@@ -25,9 +25,17 @@ def over_response(sample: Sample, values_N: Sequence[float]) -> list[float]:
 
 
 def train_sequence(
-    sample: Sample, streams: Streams, *, judge: str, weight: float = 1.0, component: str = ""
+    sample: Sample,
+    streams: Streams,
+    *,
+    judge: str,
+    weight: float = 1.0,
+    component: str = "",
+    hidden: Mapping[str, Tensor] | None = None,
 ) -> TrainSequence:
     """A sample to train on, with `behavior_logprobs` and the streams given: one value per response token each.
+
+    `hidden` are hidden states of other models [N, width], where they are known.
 
     Raises MopdctlError naming the sample for a value that is missing or not finite where a token carries loss.
     """
@@ -41,6 +49,7 @@ def train_sequence(
         teacher_id=judge,
         weight=weight,
         streams=found,
+        hidden=dict(hidden or {}),
         component=component,
     )
 
@@ -81,8 +90,8 @@ def check_streams(sample: Sample, streams: Streams) -> None:
             )
 
 
-def correction(config: OnPolicyConfig, prox_N: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def correction(config: OnPolicyConfig, prox_N: Tensor, behavior_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The weight m_t c_t of each token (see `objective.correction`) and its metrics."""
-    ratio_N = staleness_ratio(prox_N, batch.streams["behavior_logprobs"])
+    ratio_N = staleness_ratio(prox_N, behavior_N)
     weight_N, mask_N = correction_weight(ratio_N, config.correction, config.correction_low, config.correction_high)
     return weight_N, {"policy/kept_fraction": mask_N, "policy/staleness_ratio": ratio_N}

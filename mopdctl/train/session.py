@@ -1,6 +1,6 @@
 """What every training run does around its loop: one writer, resumable state, a line of metrics a step, a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mopdctl.config.train import TrainConfig
 from mopdctl.engines.hf import HFModel
-from mopdctl.files import fingerprint
+from mopdctl.files import fingerprint, write_json
 from mopdctl.runs import MetricsLog, building, checkpoint_digest, finished, locked, open_run, write_card
 from mopdctl.train import distributed
 from mopdctl.train.optimizer import build_optimizers
@@ -63,9 +63,21 @@ class Session:
     Made once the model has the weights to start from; a saved state then takes their place.
     """
 
-    def __init__(self, folder: Path, model: HFModel, config: TrainConfig, on_step: OnStep) -> None:
-        """`on_step` is told of each finished step: how many there are, and the metrics of the last."""
+    def __init__(
+        self,
+        folder: Path,
+        model: HFModel,
+        config: TrainConfig,
+        on_step: OnStep,
+        *,
+        documents: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`on_step` is told of each finished step: how many there are, and the metrics of the last.
+
+        `documents` are JSON documents by file name that every state and the checkpoint get beside the weights.
+        """
         self._folder, self._model, self._config, self._on_step = folder, model, config, on_step
+        self._documents = dict(documents or {})
         if config.gradient_checkpointing:
             model.model.gradient_checkpointing_enable()
         self.optimizers = build_optimizers(model, config)
@@ -87,6 +99,7 @@ class Session:
                 self.optimizers,
                 extra=extra,
                 keep_last=self._config.keep_last,
+                documents=self._documents,
             )
 
     def publish(self, target: Path, card: dict[str, Any], record: dict[str, Any]) -> None:
@@ -95,6 +108,8 @@ class Session:
             self._log.close()
             with building(target) as temporary:
                 self._model.save(temporary)
+                for name, document in self._documents.items():
+                    write_json(temporary / name, document)
                 made_by = {"config": record, "fingerprint": fingerprint(record)}
                 write_card(temporary, {**card, **made_by, "digest": checkpoint_digest(temporary)})
         distributed.barrier()

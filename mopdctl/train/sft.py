@@ -4,8 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mopdctl.config.sft import SftConfig
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.layout import check_keeps_apart, token_logprobs
@@ -20,13 +18,13 @@ from mopdctl.train.optimizer import Optimizers, learning_rate
 from mopdctl.train.rows import iterate_rows
 from mopdctl.train.session import OnStep, Session, sole_writer
 from mopdctl.train.stages import Stage, all_files, plan_stages
-from mopdctl.train.step import TokenLoss, accumulate
+from mopdctl.train.step import Policy, TokenLoss, accumulate, token_loss
 
 
-def cross_entropy(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
+def cross_entropy(policy: Policy, batch: MicroBatch) -> TokenLoss:
     """-log p_theta(y_t), in nats."""
-    loss_N = -token_logprobs(logits_NV, micro_batch.tokens_N)
-    return TokenLoss(loss_N, {"sft/loss_nats": loss_N.detach()})
+    loss_N = -token_logprobs(policy.logits_NV, batch.tokens_N)
+    return token_loss(loss_N, batch, {"sft/loss_nats": loss_N.detach()})
 
 
 def plan_sft(config: SftConfig, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:

@@ -4,7 +4,9 @@ Random streams hang on seed, step and sample id alone, so they need no state. A 
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +26,12 @@ def save_state(
     *,
     extra: dict[str, Tensor] | None = None,
     keep_last: int,
+    documents: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes `folder/step-NNNNNN` after `step` finished steps and removes all but the last `keep_last`."""
+    """Writes `folder/step-NNNNNN` after `step` finished steps and removes all but the last `keep_last`.
+
+    `documents` are JSON documents by file name that lie beside the weights.
+    """
     if distributed.rank() == 0:
         with building(folder / f"step-{step:06d}") as target:
             save_file(_plain(model.state_dict()), target / "model.safetensors")
@@ -33,6 +39,8 @@ def save_state(
             if extra:
                 copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in extra.items()}
                 save_file(copies, target / "extra.safetensors")
+            for name, document in (documents or {}).items():
+                write_json(target / name, document)
             write_json(target / "state.json", {"schema": "mopdctl.train_state/1", "step": step})
         for old in saved_steps(folder)[:-keep_last]:
             shutil.rmtree(folder / f"step-{old:06d}")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.run import plan_distill, run_distill
+from mopdctl.distill.plan import plan_distill
+from mopdctl.distill.run import run_distill
 from mopdctl.distill.teachers import load_teachers
 from mopdctl.engines.base import SampleRequest
 from mopdctl.engines.hf import HFModel

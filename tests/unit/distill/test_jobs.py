@@ -9,6 +9,7 @@ import pytest
 
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.jobs import answer_settings, step_jobs
+from mopdctl.distill.prompts import teacher_of
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt, Sample
@@ -28,6 +29,10 @@ def book_of(student: HFModel, config: TeachersFile, prompts: list[Prompt] | None
     return PromptBook(student, prompts or read_prompts(config.prompts, config.routing_keys), answer_settings(config))
 
 
+def aliases(book: PromptBook, config: TeachersFile) -> list[str]:
+    return [teacher_of(prompt.routing, config) for prompt in book.prompts]
+
+
 def roll_out(
     student: HFModel, book: PromptBook, rows: list[int], *, step: int, policy_version: int, config: TeachersFile
 ) -> list[Sample]:
@@ -39,7 +44,7 @@ def roll_out(
             temperature=config.train.temperature,
             durability=config.train.durability,
         )
-        jobs = step_jobs(book, rows, step=step, config=config)
+        jobs = step_jobs(book, rows, aliases(book, config), step=step, config=config)
         found = rollouts.sample(student, jobs, policy_version=policy_version)
         rollouts.finish()
     return found

@@ -11,13 +11,18 @@ import pytest
 from pydantic import ValidationError
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.prompts import route, teacher_of
-from mopdctl.distill.run import plan_distill, run_distill
+from mopdctl.distill.plan import plan_distill
+from mopdctl.distill.prompts import serve, teacher_of
+from mopdctl.distill.run import run_distill
 from mopdctl.errors import InputError
 from mopdctl.files import write_jsonl
 from mopdctl.records import Prompt
 from mopdctl.rollouts.prompts import read_prompts
 from mopdctl.runs import Workspace
+
+
+def per_teacher(prompts: list[Prompt], config: TeachersFile) -> dict[str, int]:
+    return serve(prompts, [None] * len(prompts), config).per_teacher()
 
 
 def teachers_file(teachers: dict[str, Any], **top: Any) -> TeachersFile:
@@ -33,7 +38,7 @@ def prompt(row: int, **routing: str) -> Prompt:
 
 def message_of(prompts: Sequence[Prompt], config: TeachersFile) -> str:
     with pytest.raises(InputError) as caught:
-        route(list(prompts), config)
+        per_teacher(list(prompts), config)
     return str(caught.value)
 
 
@@ -45,7 +50,7 @@ MATH, CODE = {"domains": ["math", "logic"]}, {"domains": ["code"]}
 def test_every_prompt_is_counted_for_the_teacher_of_its_domain() -> None:
     config = teachers_file({"m": MATH, "c": CODE})
     domains = ["math", "code", "logic", "math"]
-    assert route([prompt(i, domain=d) for i, d in enumerate(domains)], config) == {"m": 3, "c": 1}
+    assert per_teacher([prompt(i, domain=d) for i, d in enumerate(domains)], config) == {"m": 3, "c": 1}
     assert [teacher_of({"domain": d}, config) for d in domains] == ["m", "c", "m", "m"]
 
 
@@ -71,7 +76,7 @@ def test_a_teacher_without_a_prompt_is_named() -> None:
 
 def test_another_field_can_route() -> None:
     config = teachers_file({"m": MATH, "c": CODE}, routing="task")
-    assert route([prompt(1, task="code"), prompt(2, task="math")], config) == {"m": 1, "c": 1}
+    assert per_teacher([prompt(1, task="code"), prompt(2, task="math")], config) == {"m": 1, "c": 1}
     with pytest.raises(ValidationError, match="name one or two fields"):
         teachers_file({"m": MATH}, routing=["a", "b", "c"])
 
@@ -89,7 +94,7 @@ def test_two_keys_give_each_domain_and_effort_its_own_teacher() -> None:
     pairs = [("math", "high"), ("math", "low"), ("code", "high"), ("code", "low")]
     prompts = [prompt(i, domain=d, effort=e) for i, (d, e) in enumerate(pairs)]
     assert [teacher_of(p.routing, config) for p in prompts] == ["deep", "brief", "code", "code"]
-    assert route(prompts, config) == {"deep": 1, "brief": 1, "code": 2}
+    assert per_teacher(prompts, config) == {"deep": 1, "brief": 1, "code": 2}
 
 
 def test_a_teacher_of_all_efforts_and_one_of_a_single_effort_share_no_prompt() -> None:

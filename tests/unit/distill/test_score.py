@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill.run import score
+from mopdctl.distill.score import score
 from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError, MopdctlError

@@ -15,7 +15,7 @@ from mopdctl.errors import MopdctlError
 from mopdctl.train.batch import MicroBatch, TrainSequence
 from mopdctl.train.loop import rollout_metrics, update
 from mopdctl.train.optimizer import Optimizers, build_optimizers
-from mopdctl.train.step import TokenLoss
+from mopdctl.train.step import Policy, TokenLoss, token_loss
 
 
 def settings(**train: Any) -> OnPolicyConfig:
@@ -27,8 +27,10 @@ def batch(gain: float) -> list[TrainSequence]:
     return [TrainSequence("s", [3, 4], [5, 6, 7], [1, 0, 1], "math", streams={"gain": [gain] * 3})]
 
 
-def gained(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
-    return TokenLoss(-micro_batch.streams["gain"] * token_logprobs(logits_NV, micro_batch.tokens_N))
+def gained(policy: Policy, micro_batch: MicroBatch) -> TokenLoss:
+    return token_loss(
+        -micro_batch.streams["gain"] * token_logprobs(policy.logits_NV, micro_batch.tokens_N), micro_batch
+    )
 
 
 def state(model: HFModel, optimizers: Optimizers) -> list[Tensor]:

@@ -183,7 +183,7 @@ def test_a_pack_has_the_logits_of_its_sequences(model: HFModel) -> None:
 
 
 def test_streams_of_a_pack_go_back_to_their_samples(model64: HFModel) -> None:
-    from mopdctl.train.step import TokenLoss
+    from mopdctl.train.step import Policy, TokenLoss, token_loss
 
     rows = [
         TrainSequence(
@@ -192,8 +192,8 @@ def test_streams_of_a_pack_go_back_to_their_samples(model64: HFModel) -> None:
         for i, s in enumerate(sequences())
     ]
 
-    def algorithm(logits_NV: Tensor, micro_batch: Any) -> TokenLoss:
-        return TokenLoss(logits_NV.sum(-1), streams={"x": micro_batch.streams["x"]})
+    def algorithm(policy: Policy, micro_batch: Any) -> TokenLoss:
+        return token_loss(policy.logits_NV.sum(-1), micro_batch, streams={"x": micro_batch.streams["x"]})
 
     result = accumulate(model64, cut_packs([rows[:4], rows[4:]], reduction="token", device=model64.device), algorithm)
     assert result.streams["x"] == {f"s{i}": [float(i)] * sum(s.loss_mask) for i, s in enumerate(rows)}

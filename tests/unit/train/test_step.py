@@ -20,7 +20,7 @@ from mopdctl.objective.reduction import Reduction
 from mopdctl.objective.surrogate import clipped_surrogate
 from mopdctl.train.batch import MicroBatch, TrainSequence, cut
 from mopdctl.train.sft import cross_entropy
-from mopdctl.train.step import Accumulated, Algorithm, TokenLoss, accumulate
+from mopdctl.train.step import Accumulated, Algorithm, Policy, TokenLoss, accumulate, token_loss
 
 EXACT = 1e-10
 
@@ -58,21 +58,23 @@ def long_row_without_loss() -> TrainSequence:
     return TrainSequence("long", list(range(20)), list(range(40)), [0] * 40, "code", 2.0, streams)
 
 
-def weighted(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
+def weighted(policy: Policy, micro_batch: MicroBatch) -> TokenLoss:
     """A loss that depends on token, stream and model: (teacher - behaviour) * log p, in float64."""
-    logprobs_N = token_logprobs(logits_NV, micro_batch.tokens_N)
+    logprobs_N = token_logprobs(policy.logits_NV, micro_batch.tokens_N)
     gap_N = (micro_batch.streams["teacher_logprobs"] - micro_batch.streams["behavior_logprobs"]).double()
-    return TokenLoss(-gap_N * logprobs_N, {"gap": gap_N}, {"teacher_logprobs": micro_batch.streams["teacher_logprobs"]})
+    return token_loss(
+        -gap_N * logprobs_N, micro_batch, {"gap": gap_N}, {"teacher_logprobs": micro_batch.streams["teacher_logprobs"]}
+    )
 
 
-def policy_gradient(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
+def policy_gradient(policy: Policy, micro_batch: MicroBatch) -> TokenLoss:
     """The sampled-token objective of MOPD with the sampler's probabilities as given."""
-    logprobs_N = token_logprobs(logits_NV, micro_batch.tokens_N)
+    logprobs_N = token_logprobs(policy.logits_NV, micro_batch.tokens_N)
     streams = micro_batch.streams
     advantage_N = distillation_advantage(streams["teacher_logprobs"], logprobs_N)
     weight_N, mask_N = correction_weight(staleness_ratio(logprobs_N, streams["behavior_logprobs"]), "icepop", 0.01, 5.0)
     surrogate_N, _ = clipped_surrogate(logprobs_N, logprobs_N, advantage_N, clip_low=0.2, clip_high=0.28)
-    return TokenLoss(-weight_N * surrogate_N, {"kept": mask_N})
+    return token_loss(-weight_N * surrogate_N, micro_batch, {"kept": mask_N})
 
 
 def gradient(model: HFModel) -> dict[str, Tensor]:
@@ -312,11 +314,10 @@ def test_nothing_to_train_on_is_a_loss_of_zero_without_gradients(model64: HFMode
 
 
 def test_a_figure_that_one_teacher_lacks_is_missing_and_not_zero(model64: HFModel) -> None:
-    def only_code(logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLoss:
-        loss = weighted(logits_NV, micro_batch)
-        return TokenLoss(
-            loss.loss_N, {"extra": loss.loss_N.detach() * 0 + 3.0} if micro_batch.teacher_id == "code" else {}
-        )
+    def only_code(policy: Policy, micro_batch: MicroBatch) -> TokenLoss:
+        three_N = torch.full_like(micro_batch.coefficients_N, 3.0)
+        extra = {"extra": three_N} if micro_batch.teacher_id == "code" else {}
+        return TokenLoss(weighted(policy, micro_batch).loss, extra)
 
     result, _ = run(model64, sequences(), only_code)
     assert result.means == {"extra": {"code": 3.0}}

@@ -16,7 +16,7 @@ from mopdctl.engines.hf import HFModel
 from mopdctl.engines.layout import token_logprobs
 from mopdctl.train import distributed
 from mopdctl.train.batch import MicroBatch, TrainSequence, cut, cut_packs
-from mopdctl.train.step import TokenLoss, accumulate
+from mopdctl.train.step import Policy, TokenLoss, accumulate, token_loss
 
 # (teacher, lambda, prompt length, loss mask). Of two ranks one holds 0, 2, 4, 6 and the other 1, 3, 5: `a` and `b` lie
 # on both, `c` on the first alone.
@@ -70,9 +70,9 @@ def sequences() -> list[TrainSequence]:
     ]
 
 
-def gained(logits_NV: torch.Tensor, micro_batch: MicroBatch) -> TokenLoss:
+def gained(policy: Policy, micro_batch: MicroBatch) -> TokenLoss:
     gain_N = micro_batch.streams["gain"].double()
-    return TokenLoss(-gain_N * token_logprobs(logits_NV, micro_batch.tokens_N), {"gain": gain_N})
+    return token_loss(-gain_N * token_logprobs(policy.logits_NV, micro_batch.tokens_N), micro_batch, {"gain": gain_N})
 
 
 def results() -> list[dict[str, Any]]:

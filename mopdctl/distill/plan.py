@@ -1,0 +1,128 @@
+"""A run before its first step and after its last: what can be checked without a model, its record, its card."""
+
+from pathlib import Path
+from typing import Any
+
+from mopdctl.config.teachers import Teacher, TeachersFile
+from mopdctl.distill import held_out
+from mopdctl.distill.answers import check_answers
+from mopdctl.distill.balance import check_balance
+from mopdctl.distill.blackbox.book import check_answered
+from mopdctl.distill.blackbox.texts import read_answers
+from mopdctl.distill.curriculum import check_curriculum
+from mopdctl.distill.prompts import RunPrompts, read_run_prompts
+from mopdctl.distill.teachers import teacher_source
+from mopdctl.files import file_digest
+from mopdctl.rollouts.held_out import check_all_verifiable
+from mopdctl.runs import Workspace, check_name_is_ours, model_identity, read_metrics
+from mopdctl.train.rows import data_files
+
+
+def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
+    """Everything that can be checked without loading a model: prompts, routing, model arguments. Writes nothing.
+
+    `dry_run` also checks whether the name is free: that reads all weights, and `run_distill` does it anyway.
+    """
+    found = read_run_prompts(config, base=base)
+    check_balance(config.train.balance, config.teachers, scored_before=config.train.objective == "sampled")
+    if config.train.curriculum is not None:
+        check_curriculum(found.prompts)
+    if config.train.warm_up is not None:
+        check_answers(config, found.prompts, config.train.warm_up)
+    if config.train.outcome_weight or config.train.curriculum is not None:
+        check_all_verifiable(found.prompts)
+    if config.train.eval_prompts:
+        held_out.read(config, base=base)
+    student = workspace.resolve_model(config.student, relative_to=base)
+    teachers = {alias: _teacher_model(alias, config, workspace, base) for alias in config.teachers}
+    _check_answers(config, workspace, found, base)
+    if config.train.reference is not None:
+        workspace.resolve_model(config.train.reference, relative_to=base)
+    if dry_run:
+        record = run_record(config, workspace, base)
+        check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
+    return {
+        "name": config.name,
+        "student": student,
+        "teachers": teachers,
+        "prompts": len(found.prompts),
+        "prompts_per_teacher": found.per_teacher(),
+        "objective": config.train.objective,
+        "steps": config.train.steps,
+        "samples": config.train.steps * config.train.batch_size * config.train.samples_per_prompt,
+    }
+
+
+def _teacher_model(alias: str, config: TeachersFile, workspace: Workspace, base: Path) -> str | None:
+    """What to load for a teacher, None for one that is known by its answers alone. Raises InputError naming it."""
+    teacher = config.teachers[alias]
+    return teacher_source(alias, teacher, workspace, base=base).path if teacher.model else None
+
+
+def _check_answers(config: TeachersFile, workspace: Workspace, found: RunPrompts, base: Path) -> None:
+    """Raises InputError naming the first prompt that a file of answers leaves open."""
+    for alias, teacher in config.teachers.items():
+        if teacher.answers is not None:
+            prompts = [p for p, who in zip(found.prompts, found.first_choice, strict=True) if who == alias]
+            files = data_files(teacher.answers, base=base, workspace=workspace.root)
+            check_answered(alias, teacher, prompts, read_answers(files, prompts))
+
+
+def run_record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[str, Any]:
+    """The resolved configuration with the digests of all inputs: what a resumed run must share with its first part."""
+    record = config.model_dump(mode="json")
+    record["student"] = model_identity(workspace.resolve_model(config.student, relative_to=base))
+    for alias, teacher in config.teachers.items():
+        record["teachers"][alias] |= _teacher_digests(alias, teacher, workspace, base)
+    train = config.train
+    if train.reference is not None:
+        record["train"]["reference"] = model_identity(workspace.resolve_model(train.reference, relative_to=base))
+    record["prompts"] = file_digest(base / config.prompts)
+    if train.eval_prompts:
+        record["train"]["eval_prompts"] = file_digest(base / train.eval_prompts)
+    if train.anchor.sft_data is not None:
+        record["train"]["anchor"]["sft_data"] = file_digest(base / train.anchor.sft_data)
+    # Teachers are keyed by alias and sorted: their order in the file means nothing.
+    record["teachers"] = dict(sorted(record["teachers"].items()))
+    return record
+
+
+def _teacher_digests(alias: str, teacher: Teacher, workspace: Workspace, base: Path) -> dict[str, Any]:
+    """The fields of a teacher that name files, as what is in them."""
+    found: dict[str, Any] = {"model": None}
+    if teacher.model:
+        source = teacher_source(alias, teacher, workspace, base=base)
+        found["model"] = model_identity(source.model)
+        if source.adapter is not None:
+            found |= {"model": model_identity(str(source.adapter)), "base": model_identity(source.model)}
+    if teacher.answers is not None:
+        files = data_files(teacher.answers, base=base, workspace=workspace.root)
+        found["answers"] = {file.name: file_digest(file) for file in files}
+    if teacher.prompts is not None:
+        found["prompts"] = file_digest(base / teacher.prompts)
+    return found
+
+
+def run_card(config: TeachersFile, record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the checkpoint says about itself."""
+    card: dict[str, Any] = {
+        "name": config.name,
+        "algorithm": f"mopd/{config.train.objective}",
+        "parent": config.student,
+        "warm_start": config.train.warm_start,
+        "teachers": {
+            alias: {
+                "model": teacher.model,
+                "kind": teacher.kind,
+                "domains": teacher.domains,
+                "benchmarks": teacher.benchmarks or teacher.domains,
+                "eval": Path(teacher.model).name,
+                "digest": record["teachers"][alias]["model"],
+            }
+            for alias, teacher in sorted(config.teachers.items())
+        },
+    }
+    history = [row for row in read_metrics(folder) if "held_out/score" in row]
+    if history:
+        card["steps_to_reach_teacher"] = held_out.reached(history)
+    return card

@@ -1,0 +1,1 @@
+"""Several commands as one: what a result has to be held against."""

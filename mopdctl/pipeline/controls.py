@@ -1,0 +1,142 @@
+"""The controls of a MOPD run: what a team would do instead, on the budget that the run has.
+
+A recovery without them can look good while a merge of weights, or plain SFT on the teachers' answers, would have done
+better (Open-MOPD, DN-MOPD). All begin with the run's student; those that train take its steps and its number of
+sequences per step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mopdctl.config.merge import MergeConfig, MergeMethod
+from mopdctl.config.rl import RlConfig, RlTrainConfig
+from mopdctl.config.teachers import TeachersFile
+from mopdctl.distill.merging.run import merge_teachers
+from mopdctl.distill.prompts import teacher_of
+from mopdctl.distill.run import run_distill
+from mopdctl.distill.warmup import run_seqkd
+from mopdctl.errors import InputError
+from mopdctl.files import write_jsonl
+from mopdctl.rl.run import run_rl
+from mopdctl.rollouts.prompts import read_prompts
+from mopdctl.runs import Workspace
+from mopdctl.train.rows import iterate_rows
+from mopdctl.train.session import OnStep
+
+GROUP_SIZE = 8
+"""Answers per prompt of the RL control, where the run itself takes one."""
+MERGES: dict[str, MergeMethod] = {"merge": "task-arithmetic", "linear": "linear", "ties": "ties"}
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One control of a run."""
+
+    name: str
+    """Of its checkpoint: that of the run, a dot, and its kind."""
+    what: str
+    run: Callable[[OnStep], Path] | None
+    """Makes it, or finds it made; None if it cannot be made here."""
+    missing: str = ""
+    """Why not."""
+
+
+def controls_of(config: TeachersFile, workspace: Workspace, *, base: Path) -> list[Control]:
+    """The controls of a run, in order of their cost: merges, SeqKD, a student of each teacher alone, RL.
+
+    Scales of merges are chosen on the held-out prompts where the run has some. Every control is a function of the run's
+    configuration: made once, it is left as it is.
+    """
+    found = [_merge(kind, method, config, workspace, base) for kind, method in MERGES.items()]
+    found.append(_seqkd(config, workspace, base))
+    if len(config.teachers) > 1:
+        others = (alias for alias, teacher in sorted(config.teachers.items()) if teacher.kind != "self")
+        found += [_single(alias, config, workspace, base) for alias in others]
+    found.append(_rl(config, workspace, base))
+    return found
+
+
+def _merge(kind: str, method: MergeMethod, config: TeachersFile, workspace: Workspace, base: Path) -> Control:
+    name, search = f"{config.name}.{kind}", config.train.eval_prompts is not None
+
+    def run(on_step: OnStep) -> Path:
+        return merge_teachers(config, MergeConfig(method=method, search=search), workspace, base=base, name=name)
+
+    scales = "scales chosen on held-out prompts" if search else "default scale"
+    return Control(name, f"weights merged by {method}, {scales}", run)
+
+
+def _seqkd(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
+    name = f"{config.name}.seqkd"
+
+    def run(on_step: OnStep) -> Path:
+        return run_seqkd(config.model_copy(update={"name": name}), workspace, base=base, on_step=on_step)
+
+    return Control(name, "SFT on the teachers' answers", run)
+
+
+def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) -> Control:
+    """The student of one teacher, on its prompts alone."""
+    name = f"{config.name}.only-{alias}"
+
+    def run(on_step: OnStep) -> Path:
+        rows = _rows_by(config, base, lambda routing: teacher_of(routing, config))[alias]
+        update = {
+            "name": name,
+            "prompts": _written(workspace, name, alias, rows),
+            "teachers": {alias: config.teachers[alias]},
+            "train": config.train.model_copy(update={"eval_every": 0, "eval_prompts": None}),
+        }
+        return run_distill(config.model_copy(update=update), workspace, base=base, on_step=on_step)
+
+    return Control(name, f"distilled from {alias} alone", run)
+
+
+def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
+    """GRPO on the run's prompts, one environment per domain, as many answers per step."""
+    name, train = f"{config.name}.rl", config.train
+    what = "RL on the verified rewards of the same prompts"
+    prompts = read_prompts(base / config.prompts, config.routing_keys)
+    unverifiable = next((prompt for prompt in prompts if prompt.verifier is None), None)
+    if unverifiable is not None:
+        return Control(name, what, None, f"{unverifiable.place} names no verifier")
+
+    def run(on_step: OnStep) -> Path:
+        by_domain = _rows_by(config, base, lambda routing: routing[config.routing_keys[0]])
+        group = train.samples_per_prompt if train.samples_per_prompt > 1 else GROUP_SIZE
+        own = {"batch_size", "eval_every", "eval_prompts", "reference"}
+        shared = (RlTrainConfig.model_fields.keys() & type(train).model_fields.keys()) - own
+        document = {
+            "model": workspace.resolve_model(config.student, relative_to=base),
+            "name": name,
+            "environments": {
+                domain: {"prompts": str(_written(workspace, name, domain, rows)), "weight": len(rows)}
+                for domain, rows in by_domain.items()
+            },
+            "train": train.model_dump(mode="json", include=set(shared))
+            | {"batch_size": max(1, train.batch_size * train.samples_per_prompt // group), "group_size": group},
+        }
+        return run_rl(RlConfig.model_validate(document), workspace, base=base, on_step=on_step)
+
+    return Control(name, what, run)
+
+
+def _rows_by(config: TeachersFile, base: Path, key: Callable[[dict[str, str]], str]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the prompt file, grouped by what `key` makes of their routing fields."""
+    prompts = read_prompts(base / config.prompts, config.routing_keys)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for prompt, (_, row) in zip(prompts, iterate_rows(base / config.prompts), strict=True):
+        found.setdefault(key(prompt.routing), []).append(dict(row))
+    return dict(sorted(found.items()))
+
+
+def _written(workspace: Workspace, control: str, part: str, rows: list[dict[str, Any]]) -> Path:
+    """The rows as a prompt file of the workspace."""
+    path = (workspace.root / "controls" / control / f"{part}.jsonl").resolve()
+    if path.parent.name != control:
+        raise InputError(f"{part!r}: cannot be part of a file's name; rename the teacher or the domain")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, rows)
+    return path
