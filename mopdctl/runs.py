@@ -80,10 +80,16 @@ class Workspace:
         raise InputError(f"model {model!r}: neither a folder, a hub id, nor a checkpoint in {self.root}{hint}")
 
 
+_ABOUT = ("card.json", "teacher_manifest.json")
+
+
 def checkpoint_digest(folder: Path) -> str:
-    """The digest of a checkpoint's weights, configuration and tokenizer files, by name and content."""
+    """The digest of a checkpoint's weights, configuration and tokenizer files, by name and content.
+
+    What tells how it was made does not count: equal models have equal digests.
+    """
     patterns = ("*.safetensors", "*.json", "*.jinja", "*.model")
-    files = sorted(p for pattern in patterns for p in folder.glob(pattern) if p.name != "card.json")
+    files = sorted(p for pattern in patterns for p in folder.glob(pattern) if p.name not in _ABOUT)
     return fingerprint({p.name: file_digest(p) for p in files})
 
 

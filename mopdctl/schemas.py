@@ -14,6 +14,7 @@ from typing import Any
 from mopdctl.config.base import Strict
 from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
+from mopdctl.config.overlap import CandidatesFile
 from mopdctl.config.rl import RlConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
@@ -26,6 +27,7 @@ MODELS: dict[str, type[Strict]] = {
     "gen": GenConfig,
     "rl": RlConfig,
     "sft": SftConfig,
+    "candidates": CandidatesFile,
     "teachers": TeachersFile,
 }
 """Schema name to model; `teachers` becomes `schemas/teachers.schema.json`. A new kind of file gets its line here."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.config.warmup import TeacherAnswers
-from mopdctl.distill.teachers import load_teachers
+from mopdctl.distill.teachers import Teachers, load_teachers
 from mopdctl.engines.base import SampleRequest, Step, stream_seed
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.tokenizers import tokenizer_fingerprint
@@ -79,17 +79,20 @@ def rows_to_ask(
 
 def one_at_a_time(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> LoadTeacher:
     """Loads teachers as they are asked for, and drops one before the next. Each has to speak the student's tokens."""
-    held: dict[tuple[str, str], HFModel] = {}
+    held: dict[tuple[str, str | None, str], Teachers] = {}
 
     @contextmanager
     def load(alias: str) -> Iterator[HFModel]:
         teacher = config.teachers[alias]
-        key = (workspace.resolve_model(teacher.model, relative_to=base), teacher.dtype)
+        key = (teacher.model, teacher.base, teacher.dtype)
         if key not in held:
             held.clear()
             alone = config.model_copy(update={"teachers": {alias: teacher}})
-            held[key] = load_teachers(alone, student, workspace, base=base)[alias]
-        yield held[key]
+            held[key] = load_teachers(alone, student, workspace, base=base)
+        # One checkpoint under several names was loaded under the first of them.
+        (loaded,) = held[key].by_alias
+        with held[key].resident(loaded) as model:
+            yield model
 
     return load
 

@@ -22,6 +22,7 @@ from mopdctl.distill.score import score, with_scores
 from mopdctl.distill.start import begin
 from mopdctl.distill.teachers import load_teachers
 from mopdctl.distill.tiers import route_by_tiers, tier_counts
+from mopdctl.engines.adapters import AdaptedModel, own_weights
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.tokenizers import tokenizer_fingerprint
 from mopdctl.records import Prompt, Sample
@@ -70,7 +71,7 @@ def run_distill(
     )
     teachers = load_teachers(config, student, workspace, base=base)
     manifest = teacher_manifest(config, teachers)
-    reference = _load_reference(config, workspace, base=base) if train.needs_reference else None
+    reference = _load_reference(config, student, workspace, base=base) if train.needs_reference else None
     max_length = min(model.max_length for model in (student, *teachers.by_alias.values()))
     book = PromptBook(student, prompts, answer_settings(config), max_length=max_length)
     for row in range(len(book)):
@@ -187,15 +188,17 @@ def run_distill(
                 if measure and ((step + 1) % train.eval_every == 0 or step + 1 == train.steps):
                     metrics |= measure.measure(student)
                 last = metrics
-                extra = dict(snapshot.model.state_dict()) if snapshot else {}
+                extra = dict(own_weights(snapshot.model)) if snapshot else {}
                 session.end_step(step, metrics, extra={**extra, **course.state()} or None)
             rollouts.finish()
         session.publish(target, run_card(config, record, folder), record)
     return target
 
 
-def _load_reference(config: TeachersFile, workspace: Workspace, *, base: Path) -> HFModel:
-    """The third model: the one named, else a frozen copy of the student as the run begins."""
+def _load_reference(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> HFModel:
+    """The third model: the one named, else the student as the run begins, frozen."""
+    if config.train.reference is None and isinstance(student, AdaptedModel):
+        return student.shared.without_adapter()
     path = workspace.resolve_model(config.train.reference or config.student, relative_to=base)
     return HFModel.load(path, dtype=config.train.dtype, batch_size=config.train.sampling_batch_size)
 

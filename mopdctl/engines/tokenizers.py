@@ -5,11 +5,10 @@ Compared are vocabulary map, special tokens, end tokens and chat template.
 
 import hashlib
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.files import digest, fingerprint
 
@@ -55,7 +54,19 @@ class TokenizerIdentity:
     """Digest of the template's text; empty without one."""
 
 
-def identify(model: HFModel) -> TokenizerIdentity:
+class Reader(Protocol):
+    """Who reads tokens: a loaded model, or its tokenizer without the weights."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of transformers."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+
+
+def identify(model: Reader) -> TokenizerIdentity:
     """The identity of a loaded model's tokenizer."""
     vocabulary = sorted(model.tokenizer.get_vocab().items(), key=lambda item: item[1])
     state = hashlib.blake2b(digest_size=16)
@@ -71,7 +82,7 @@ def identify(model: HFModel) -> TokenizerIdentity:
     )
 
 
-def tokenizer_fingerprint(model: HFModel) -> str:
+def tokenizer_fingerprint(model: Reader) -> str:
     """One digest of all that `identify` finds: which tokenizer a stored id belongs to."""
     return fingerprint(asdict(identify(model)))
 

@@ -3,10 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mopdctl.config.rl import RlConfig
-from mopdctl.engines.hf import HFModel
 from mopdctl.engines.tokenizers import ChatTokenizer, differences, identify
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt
@@ -93,8 +92,8 @@ def scoring_models(config: RlConfig) -> dict[str, str]:
 def _shortest_context(config: RlConfig, chat: ChatTokenizer, scorers: dict[str, str]) -> int:
     """That of all scorers. Raises InputError for one that does not read the student's tokens as it wrote them."""
     known = {path: ChatTokenizer.load(path) for path in set(scorers.values())}
-    identities = {path: identify(cast(HFModel, found)) for path, found in known.items()}
-    own = identify(cast(HFModel, chat))  # it asks for no more than a ChatTokenizer has
+    identities = {path: identify(found) for path, found in known.items()}
+    own = identify(chat)
     for name, path in scorers.items():
         if differing := differences(own, identities[path]):
             who = "the reference" if name == REFERENCE else f"the teacher of environment {name!r}"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mopdctl.engines.adapters import own_weights
 from mopdctl.files import read_json, write_json
 from mopdctl.runs import building
 from mopdctl.train import distributed
@@ -34,7 +35,7 @@ def save_state(
     """
     if distributed.rank() == 0:
         with building(folder / f"step-{step:06d}") as target:
-            save_file(_plain(model.state_dict()), target / "model.safetensors")
+            save_file(_plain(own_weights(model)), target / "model.safetensors")
             save_file(_moments(model, optimizers), target / "optimizer.safetensors")
             if extra:
                 copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in extra.items()}
@@ -60,7 +61,7 @@ def load_state(folder: Path, model: torch.nn.Module, optimizers: Optimizers) -> 
     source = folder / f"step-{steps[-1]:06d}"
     weights = load_file(source / "model.safetensors")
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
-    foreign = sorted(weights.keys() ^ (model.state_dict().keys() - tied))
+    foreign = sorted(weights.keys() ^ (own_weights(model).keys() - tied))
     if foreign:
         raise ValueError(f"{source}: weights of another model ({foreign[:3]} ...)")
     model.load_state_dict(weights, strict=False)

@@ -132,7 +132,7 @@ def _checked_length(seat: Seat, student: HFModel) -> int:
     chat = ChatTokenizer.load(seat.source.model)
     found = []
     if seat.source.adapter is None:
-        theirs = identify(chat)  # type: ignore[arg-type]  # what it looks at, both have
+        theirs = identify(chat)
         found = differences(identify(student), theirs)
     if found:
         raise InputError(
