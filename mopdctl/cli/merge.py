@@ -56,8 +56,8 @@ def merge(
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise InputError(f"--scale {scale}: must be above 0")
     given = {"scale": scale, "scales": _scales(scales) if scales is not None else None, "density": density}
-    settings = {"method": method, "search": search} | {key: value for key, value in given.items() if value is not None}
-    how = parse(MergeConfig, settings, source="merge")
+    flags = {"method": method, "search": search} | {key: value for key, value in given.items() if value is not None}
+    how = parse(MergeConfig, flags, source="merge")
     config = load_teachers(teachers)
     place = Workspace(workspace)
     place.checkpoint(name)
@@ -66,8 +66,9 @@ def merge(
         from mopdctl.distill.merging.run import merge_teachers, plan_merge
 
         quiet_libraries()
-        document = plan_merge(config, how, place, base=teachers.parent, name=name)
-        if not dry_run:
+        if dry_run:
+            document = plan_merge(config, how, place, base=teachers.parent, name=name)
+        else:
             progress: Progress | None = None
 
             def on_candidate(done: int, most: int, candidate: Any) -> None:
@@ -77,7 +78,9 @@ def merge(
 
             target = merge_teachers(config, how, place, base=teachers.parent, name=name, on_candidate=on_candidate)
             card = read_card(target)
-            document |= {key: card[key] for key in ("scales", "search") if key in card}
+            settings = {key: card["config"][key] for key in ("method", "density") if key in card["config"]}
+            chosen = {key: card[key] for key in ("scales", "search") if key in card}
+            document = {"name": name, "checkpoint": str(target)} | settings | chosen
     show(document if as_json else _readable(document), as_json=as_json)
 
 

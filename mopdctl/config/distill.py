@@ -114,8 +114,10 @@ class DistillTrainConfig(OnPolicyConfig):
         if self.outcome_weight and (self.objective != "sampled" or self.samples_per_prompt < 2):
             raise ValueError("`outcome_weight` needs `objective: sampled` and `samples_per_prompt` of at least 2")
         if self.lora and (self.optimizer == "muon" or self.warm_start == "merge"):
-            raise ValueError("`lora` needs `optimizer: adamw` and `warm_start: none`: the merge changes the base, and "
-                             "Muon is no optimizer for two thin factors")
+            raise ValueError(
+                "`lora` needs `optimizer: adamw` and `warm_start: none`: the merge changes the base, and "
+                "Muon is no optimizer for two thin factors"
+            )
         if self.reference and not self.needs_reference:
             raise ValueError("`reference` needs `extrapolation` other than 1 or `anchor.kl_weight`")
         return self

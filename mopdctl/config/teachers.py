@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from mopdctl.config.base import Strict, load_config
-from mopdctl.config.blackbox import BlackBox
+from mopdctl.config.blackbox import BlackBox, check_group_size
 from mopdctl.config.distill import DistillTrainConfig
 from mopdctl.config.tiers import Tier, TiersConfig
 from mopdctl.config.train import Dtype
@@ -51,8 +51,9 @@ class TeachersFile(Strict):
 
     student: str
     """The checkpoint to start from: a name in the workspace, a folder (relative to this file) or a hub id."""
-    prompts: Path
-    """JSONL or Parquet rows with `messages` or `prompt` and the routing keys; relative to this file."""
+    prompts: Path | None = None
+    """JSONL or Parquet rows with `messages` or `prompt` and the routing keys; relative to this file. May be left out
+    where every teacher has prompts of its own."""
     name: str
     """Name of the checkpoint to make."""
     train: DistillTrainConfig
@@ -77,6 +78,18 @@ class TeachersFile(Strict):
     def routing_keys(self) -> tuple[str, ...]:
         """The routing fields, the domain's first."""
         return (self.routing,) if isinstance(self.routing, str) else tuple(self.routing)
+
+    @model_validator(mode="after")
+    def _prompts_for_all(self) -> Self:
+        if self.prompts is None and (without := [a for a, t in self.teachers.items() if t.prompts is None]):
+            raise ValueError(f"`prompts` is missing, and teacher {without[0]!r} has none of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_for_discriminators(self) -> Self:
+        for teacher in self.teachers.values():
+            check_group_size(teacher.gives, self.train.samples_per_prompt)
+        return self
 
     @model_validator(mode="after")
     def _efforts_have_a_key(self) -> Self:

@@ -9,6 +9,7 @@ from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.draw import assigned, checked_sampling_weights, read_pools
 from mopdctl.distill.tiers import Serving, by_tier, check_tiers
 from mopdctl.errors import InputError
+from mopdctl.files import file_digest
 from mopdctl.records import Prompt
 
 SPECIALIST = 2
@@ -40,8 +41,24 @@ class RunPrompts:
 
 def read_run_prompts(config: TeachersFile, *, base: Path) -> RunPrompts:
     """All prompts of a run, the common ones and those of single teachers; see `serve`."""
-    own = {alias: base / teacher.prompts for alias, teacher in config.teachers.items() if teacher.prompts is not None}
-    return serve(*read_pools(config, base / config.prompts, own), config)
+    return serve(*read_pools(config, common_file(config, base), own_files(config, base)), config)
+
+
+def common_file(config: TeachersFile, base: Path) -> Path | None:
+    """The prompt file of all teachers, if there is one."""
+    return None if config.prompts is None else base / config.prompts
+
+
+def own_files(config: TeachersFile, base: Path) -> dict[str, Path]:
+    """Alias to the prompt file that is the teacher's alone."""
+    return {alias: base / teacher.prompts for alias, teacher in config.teachers.items() if teacher.prompts is not None}
+
+
+def prompt_digests(config: TeachersFile, base: Path) -> dict[str, str | None]:
+    """The digest of the common file under the empty name, and of teachers' own files under theirs."""
+    common = common_file(config, base)
+    own = {alias: file_digest(path) for alias, path in sorted(own_files(config, base).items())}
+    return {"": file_digest(common) if common else None, **own}
 
 
 def serve(prompts: list[Prompt], owners: Sequence[str | None], config: TeachersFile) -> RunPrompts:

@@ -22,9 +22,8 @@ from mopdctl.distill.answers import (
     rows_to_ask,
 )
 from mopdctl.distill.jobs import answer_settings
-from mopdctl.distill.prompts import read_run_prompts
+from mopdctl.distill.prompts import prompt_digests, read_run_prompts
 from mopdctl.engines.hf import HFModel
-from mopdctl.files import file_digest
 from mopdctl.records import Sample
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.generate import Tools
@@ -270,5 +269,5 @@ def _record(config: TeachersFile, settings: TeacherAnswers, workspace: Workspace
         "student": model_identity(workspace.resolve_model(config.student, relative_to=base)),
         "teachers": {alias: model_identity(model) for alias, model in models.items()},
         "routes": {a: t.model_dump(mode="json", exclude={"model"}) for a, t in sorted(config.teachers.items())},
-        "prompts": file_digest(base / config.prompts),
+        "prompts": prompt_digests(config, base),
     }

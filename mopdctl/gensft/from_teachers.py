@@ -107,6 +107,10 @@ def _routes(teachers: TeachersFile, path: Path) -> dict[str, str]:
 
 
 def _check_prompts(teachers: TeachersFile, routes: Mapping[str, str], base: Path) -> None:
+    own = [alias for alias, teacher in teachers.teachers.items() if teacher.prompts is not None]
+    if teachers.prompts is None or own:
+        who = f"teacher {own[0]!r} has prompts of its own" if own else "it names no prompts"
+        raise InputError(f"{base}: {who}; gen-sft takes the one common file, so put all prompts there")
     for prompt in read_prompts(base / teachers.prompts, teachers.routing_keys):
         if prompt.routing["domain"] not in routes:
             raise InputError(

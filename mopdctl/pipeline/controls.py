@@ -5,16 +5,18 @@ better (Open-MOPD, DN-MOPD). All begin with the run's student; those that train 
 sequences per step.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopdctl.config.base import parse
 from mopdctl.config.merge import MergeConfig, MergeMethod
 from mopdctl.config.rl import RlConfig, RlTrainConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.merging.run import merge_teachers
-from mopdctl.distill.prompts import teacher_of
+from mopdctl.distill.prompts import common_file, own_files, read_run_prompts, teacher_of
 from mopdctl.distill.run import run_distill
 from mopdctl.distill.warmup import run_seqkd
 from mopdctl.errors import InputError
@@ -82,11 +84,10 @@ def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) 
     name = f"{config.name}.only-{alias}"
 
     def run(on_step: OnStep) -> Path:
-        rows = _rows_by(config, base, lambda routing: teacher_of(routing, config))[alias]
         update = {
             "name": name,
-            "prompts": _written(workspace, name, alias, rows),
-            "teachers": {alias: config.teachers[alias]},
+            "prompts": _prompts_of(alias, config, workspace, name, base),
+            "teachers": {alias: config.teachers[alias].model_copy(update={"prompts": None})},
             "train": config.train.model_copy(update={"eval_every": 0, "eval_prompts": None}),
         }
         return run_distill(config.model_copy(update=update), workspace, base=base, on_step=on_step)
@@ -95,16 +96,15 @@ def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) 
 
 
 def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
-    """GRPO on the run's prompts, one environment per domain, as many answers per step."""
+    """GRPO on the run's prompts, one environment for those of each teacher, as many answers per step."""
     name, train = f"{config.name}.rl", config.train
     what = "RL on the verified rewards of the same prompts"
-    prompts = read_prompts(base / config.prompts, config.routing_keys)
-    unverifiable = next((prompt for prompt in prompts if prompt.verifier is None), None)
+    found = read_run_prompts(config, base=base)
+    unverifiable = next((prompt for prompt in found.prompts if prompt.verifier is None), None)
     if unverifiable is not None:
         return Control(name, what, None, f"{unverifiable.place} names no verifier")
 
     def run(on_step: OnStep) -> Path:
-        by_domain = _rows_by(config, base, lambda routing: routing[config.routing_keys[0]])
         group = train.samples_per_prompt if train.samples_per_prompt > 1 else GROUP_SIZE
         own = {"batch_size", "eval_every", "eval_prompts", "reference"}
         shared = (RlTrainConfig.model_fields.keys() & type(train).model_fields.keys()) - own
@@ -112,31 +112,37 @@ def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
             "model": workspace.resolve_model(config.student, relative_to=base),
             "name": name,
             "environments": {
-                domain: {"prompts": str(_written(workspace, name, domain, rows)), "weight": len(rows)}
-                for domain, rows in by_domain.items()
+                alias: {"prompts": str(_prompts_of(alias, config, workspace, name, base)), "weight": count}
+                for alias, count in Counter(found.first_choice).items()
             },
             "train": train.model_dump(mode="json", include=set(shared))
             | {"batch_size": max(1, train.batch_size * train.samples_per_prompt // group), "group_size": group},
         }
-        return run_rl(RlConfig.model_validate(document), workspace, base=base, on_step=on_step)
+        return run_rl(parse(RlConfig, document, source=f"control {name}"), workspace, base=base, on_step=on_step)
 
     return Control(name, what, run)
 
 
-def _rows_by(config: TeachersFile, base: Path, key: Callable[[dict[str, str]], str]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the prompt file, grouped by what `key` makes of their routing fields."""
-    prompts = read_prompts(base / config.prompts, config.routing_keys)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for prompt, (_, row) in zip(prompts, iterate_rows(base / config.prompts), strict=True):
-        found.setdefault(key(prompt.routing), []).append(dict(row))
-    return dict(sorted(found.items()))
+def _prompts_of(alias: str, config: TeachersFile, workspace: Workspace, control: str, base: Path) -> Path:
+    """The prompts of one teacher as a file: its own, or its rows of the common one."""
+    if alias in (own := own_files(config, base)):
+        return own[alias].resolve()
+    common = common_file(config, base)
+    assert common is not None
+    prompts = read_prompts(common, config.routing_keys)
+    rows = [
+        dict(row)
+        for prompt, (_, row) in zip(prompts, iterate_rows(common), strict=True)
+        if teacher_of(prompt.routing, config) == alias
+    ]
+    return _written(workspace, control, alias, rows)
 
 
 def _written(workspace: Workspace, control: str, part: str, rows: list[dict[str, Any]]) -> Path:
     """The rows as a prompt file of the workspace."""
     path = (workspace.root / "controls" / control / f"{part}.jsonl").resolve()
     if path.parent.name != control:
-        raise InputError(f"{part!r}: cannot be part of a file's name; rename the teacher or the domain")
+        raise InputError(f"{part!r}: cannot be part of a file's name; rename the teacher")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(path, rows)
     return path

@@ -43,7 +43,7 @@ def to_document(
         "schema": SCHEMA,
         "name": spec.report_name,
         "student": {"model": spec.config.student, "digest": made_by["student"]},
-        "prompts": {"file": str(spec.config.prompts), "digest": made_by["prompts"]},
+        "prompts": {"file": str(spec.config.prompts) if spec.config.prompts else None, "digest": made_by["prompts"]},
         "rollouts": {"store": spec.store_name, "answers": len(plan.rows) * spec.samples, "new": new},
         "settings": {
             "samples": spec.samples,

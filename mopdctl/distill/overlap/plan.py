@@ -8,7 +8,7 @@ from mopdctl.distill.draw import read_pools
 from mopdctl.distill.overlap.answers import pick
 from mopdctl.distill.overlap.candidates import read_candidates, the_domain
 from mopdctl.distill.overlap.compare import Room
-from mopdctl.distill.prompts import checked_teacher
+from mopdctl.distill.prompts import checked_teacher, common_file, own_files
 from mopdctl.distill.teachers import teacher_source
 from mopdctl.engines.adapters import Source
 from mopdctl.errors import InputError
@@ -85,8 +85,8 @@ class Plan:
 def make_plan(spec: OverlapSpec, workspace: Workspace, pool: VerifierPool) -> Plan:
     """Reads and checks all that needs no model: prompts, verifiers, routing, model arguments, candidates."""
     config = spec.config
-    own = {alias: spec.base / teacher.prompts for alias, teacher in config.teachers.items() if teacher.prompts}
-    prompts, owners = read_pools(config, spec.base / config.prompts, own)
+    common, own = common_file(config, spec.base), own_files(config, spec.base)
+    prompts, owners = read_pools(config, common, own)
     check_verifiable(prompts, pool)
     served = [[owner] if owner else _serving(prompt, config) for prompt, owner in zip(prompts, owners, strict=True)]
     rows = {}
@@ -116,7 +116,7 @@ def make_plan(spec: OverlapSpec, workspace: Workspace, pool: VerifierPool) -> Pl
 
     return Plan(
         prompts,
-        [spec.base / config.prompts, *own.values()],
+        [*([common] if common else []), *own.values()],
         workspace.resolve_model(config.student, relative_to=spec.base),
         teachers=tuple(seat(alias, config.teachers[alias], of) for alias, of in rows.items()),
         candidates=tuple(seat(alias, teacher, of_domain) for alias, teacher in candidates.items()),
