@@ -7,8 +7,6 @@ from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.merging.methods import method_of
 from mopdctl.distill.merging.run import merge_teachers
 from mopdctl.distill.merging.sources import load_into, open_sources
-from mopdctl.distill.merging.weights import check_shapes
-from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.hf import HFModel
 from mopdctl.runs import Workspace
 
@@ -22,13 +20,6 @@ def merge_into(student: HFModel, config: TeachersFile, workspace: Workspace, *, 
     how = MergeConfig(scale=scale)
     sources = open_sources(config, workspace, base=base)
     load_into(student, sources.merge(method_of(how), sources.scales(how)))
-
-
-def check_architectures(student: HFModel, teachers: Teachers) -> None:
-    """Raises InputError unless every teacher has exactly the student's parameters, by name and shape."""
-    own = {name: tuple(weight.shape) for name, weight in student.model.named_parameters()}
-    for alias, teacher in teachers.by_alias.items():
-        check_shapes(alias, own, {name: tuple(weight.shape) for name, weight in teacher.model.named_parameters()})
 
 
 def run_merge(config: TeachersFile, workspace: Workspace, *, base: Path, scale: float, name: str) -> Path:

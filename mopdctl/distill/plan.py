@@ -10,6 +10,7 @@ from mopdctl.distill.balance import check_balance
 from mopdctl.distill.blackbox.book import check_answered
 from mopdctl.distill.blackbox.texts import read_answers
 from mopdctl.distill.curriculum import check_curriculum
+from mopdctl.distill.merging.sources import open_sources
 from mopdctl.distill.prompts import RunPrompts, prompt_digests, read_run_prompts
 from mopdctl.distill.teachers import teacher_source
 from mopdctl.files import file_digest
@@ -36,6 +37,8 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
     student = workspace.resolve_model(config.student, relative_to=base)
     teachers = {alias: _teacher_model(alias, config, workspace, base) for alias in config.teachers}
     _check_answers(config, workspace, found, base)
+    if config.train.warm_start == "merge":
+        open_sources(config, workspace, base=base)
     if config.train.reference is not None:
         workspace.resolve_model(config.train.reference, relative_to=base)
     if dry_run:

@@ -10,7 +10,7 @@ from mopdctl.objective.divergence import Divergence, Target
 from mopdctl.objective.reverse_kl import reverse_kl
 
 _BLOCK_ELEMENTS = 4_000_000
-"""Logits of one row block: 16 MB in float32, so that little of it leaves the cache between passes, and passes are few."""
+"""Logits of one row block: 16 MB in float32, so that most of it stays in the cache and yet passes are few."""
 
 
 @dataclass(frozen=True, slots=True)

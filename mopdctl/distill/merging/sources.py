@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +103,7 @@ def open_sources(config: TeachersFile, workspace: Workspace, *, base: Path) -> S
 
 
 def _tokenizer(path: str) -> TokenizerIdentity:
-    chat: Any = ChatTokenizer.load(path)  # tokenizer and end tokens are all of a model that `identify` looks at
+    chat = ChatTokenizer.load(path)
     return identify(chat)
 
 
