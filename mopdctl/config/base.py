@@ -113,6 +113,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     # A misspelt key is missing under its right name too; what was written says more than what was not.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    if not where.isprintable():  # a key may hold a line break
+        where = where.encode("unicode_escape").decode()
     if problem["type"] == "extra_forbidden":
         known = _known_keys(model, problem["loc"][:-1])
         near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)

@@ -1,7 +1,7 @@
 """`teachers.yaml`: student, prompts, teachers and how prompts find their teacher. All that `mopdctl distill` needs."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -36,6 +36,12 @@ class Teacher(BlackBox):
     dtype: Dtype = "float32"
     """Precision in which the teacher scores."""
 
+    @model_validator(mode="after")
+    def _base_of_something(self) -> Self:
+        if self.base is not None and not self.model:
+            raise ValueError("`base` needs `model`, the adapter over it")
+        return self
+
 
 class Effort(Strict):
     """A reasoning-effort mode."""
@@ -44,6 +50,10 @@ class Effort(Strict):
     """Arguments for the chat template, e.g. `{enable_thinking: false}`."""
     max_new_tokens: int | None = Field(default=None, gt=0)
     """Token budget of this mode; None takes the run's own."""
+
+
+_RESERVED = {"sft_anchor"}
+"""What stands beside the aliases in metrics."""
 
 
 class TeachersFile(Strict):
@@ -66,6 +76,20 @@ class TeachersFile(Strict):
     """How prompts find the tier of their domain's teachers; needed where a domain has several."""
     teachers: dict[str, Teacher] = Field(min_length=1)
     """Alias to teacher."""
+
+    @field_validator("teachers", mode="before")
+    @classmethod
+    def _aliases_are_names(cls, value: Any) -> Any:
+        """Aliases become parts of paths, ids and metrics."""
+        for alias in value if isinstance(value, dict) else ():
+            if not isinstance(alias, str) or not 1 <= len(alias) <= 100 or not alias.isprintable():
+                raise ValueError(f"alias {alias!r}: use 1-100 printable characters")
+            if alias.startswith(".") or alias in _RESERVED or not {"/", "\\"}.isdisjoint(alias):
+                raise ValueError(
+                    f"alias {alias!r}: use another one, without slashes, not beginning with a dot and none of "
+                    f"{', '.join(sorted(_RESERVED))}"
+                )
+        return value
 
     @field_validator("routing")
     @classmethod

@@ -47,7 +47,16 @@ class Chosen:
 
 
 def check_answers(config: TeachersFile, prompts: Sequence[Prompt], settings: TeacherAnswers) -> None:
-    """Raises InputError for a share of an unknown teacher and for a prompt whose answers its verifier cannot check."""
+    """What can be checked before any teacher is asked.
+
+    Raises InputError for teachers who all are black boxes, a share of an unknown one, and a prompt whose answers its
+    verifier cannot check.
+    """
+    if all(teacher.is_black_box for teacher in config.teachers.values()):
+        raise InputError(
+            f"teacher {min(config.teachers)!r}: a black box is not asked for answers, and there is no other teacher; "
+            "leave the SFT on answers out: the run itself trains on those of black boxes"
+        )
     if unknown := sorted(settings.shares.keys() - config.teachers.keys()):
         raise InputError(f"shares: {unknown[0]!r} is no teacher (has: {', '.join(sorted(config.teachers))})")
     with VerifierPool() as pool:

@@ -21,8 +21,8 @@ SHARE_BOUND = 16.0
 """Factors of `share` lie between 1 / SHARE_BOUND and SHARE_BOUND."""
 
 _NO_SCORES = (
-    "train.balance: mode sigma needs the teachers' log-probabilities before the update, which this objective does not "
-    "have; use mode share"
+    "train.balance: mode sigma needs the teachers' log-probabilities before the update, which this run does not have; "
+    "use mode share"
 )
 
 
@@ -73,7 +73,7 @@ def balanced(
     found = {"share": next_share_factors(config, weights, last=last)}
     if spreads:
         found["sigma"] = sigma_factors(spreads, low=config.low, high=config.high)
-    elif config.mode == "sigma":
+    elif config.mode == "sigma" and _are_judged(sequences, weights):
         raise InputError(_NO_SCORES)
     applied = dict.fromkeys(sorted(weights), 1.0) | found.get(config.mode, {})
     metrics: dict[str, Any] = {"balance/factor": applied}
@@ -117,6 +117,11 @@ def row_before(folder: Path, step: int) -> dict[str, Any] | None:
         f"{folder / 'metrics.jsonl'}: has no line of step {step - 1}, from which the balance goes on; "
         "restore the file or begin under another name"
     )
+
+
+def _are_judged(sequences: Sequence[TrainSequence], weights: Mapping[str, float]) -> bool:
+    """Whether any rank has sequences of a teacher in `weights`; a step may have drawn prompts of black boxes alone."""
+    return any(gather_objects(any(s.teacher_id in weights for s in sequences)))
 
 
 def _spreads(sequences: Sequence[TrainSequence], weights: Mapping[str, float]) -> dict[str, Spread]:

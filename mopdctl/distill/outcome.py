@@ -20,7 +20,7 @@ def outcome_advantages(samples: Sequence[Sample], step: int) -> dict[str, float]
     """A_ORM of this rank's samples by id, within the groups of all ranks.
 
     A sample that nobody could check, and one alone in its group, has 0: the teacher's word on it stands alone. Raises
-    MopdctlError if not one answer of the step could be checked.
+    MopdctlError if there are answers and not one of the step could be checked.
 
     Source: MiMo-V2-Flash, Eq. 9 (A_ORM, e.g. of GRPO); see `objective.group`.
     """
@@ -29,7 +29,7 @@ def outcome_advantages(samples: Sequence[Sample], step: int) -> dict[str, float]
     for group_id, sample_id, reward in (one for found in everyone for one in found):
         if reward is not None:
             groups.setdefault(group_id, []).append((sample_id, reward))
-    if not groups:
+    if any(everyone) and not groups:
         raise MopdctlError(f"step {step}: no answer could be checked; `mopdctl doctor verifiers` tries the checks")
     found: dict[str, float] = {sample.sample_id: 0.0 for sample in samples}
     for members in groups.values():

@@ -16,7 +16,7 @@ from mopdctl.distill.teachers import teacher_source
 from mopdctl.files import file_digest
 from mopdctl.rollouts.held_out import check_all_verifiable
 from mopdctl.runs import Workspace, check_name_is_ours, model_identity, read_metrics
-from mopdctl.train.rows import data_files
+from mopdctl.train.rows import count_rows, data_files
 
 
 def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
@@ -25,7 +25,9 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
     `dry_run` also checks whether the name is free: that reads all weights, and `run_distill` does it anyway.
     """
     found = read_run_prompts(config, base=base)
-    check_balance(config.train.balance, config.teachers, scored_before=config.train.objective == "sampled")
+    scoring = [alias for alias, teacher in config.teachers.items() if not teacher.is_black_box]
+    scored_before = bool(scoring) and config.train.objective == "sampled"
+    check_balance(config.train.balance, config.teachers, scored_before=scored_before)
     if config.train.curriculum is not None:
         check_curriculum(found.prompts)
     if config.train.warm_up is not None:
@@ -39,6 +41,8 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
     _check_answers(config, workspace, found, base)
     if config.train.warm_start == "merge":
         open_sources(config, workspace, base=base)
+    if config.train.anchor.sft_data is not None:
+        count_rows(base / config.train.anchor.sft_data)
     if config.train.reference is not None:
         workspace.resolve_model(config.train.reference, relative_to=base)
     if dry_run:

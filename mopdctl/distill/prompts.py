@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.draw import assigned, checked_sampling_weights, read_pools
-from mopdctl.distill.tiers import Serving, by_tier, check_tiers
+from mopdctl.distill.tiers import Serving, by_tier, check_tiers, needs_confidence
 from mopdctl.errors import InputError
 from mopdctl.files import file_digest
 from mopdctl.records import Prompt
@@ -82,8 +82,20 @@ def serve(prompts: list[Prompt], owners: Sequence[str | None], config: TeachersF
             place = next(p.place for p, f in zip(prompts, serving, strict=True) if len(f) > 1)
             raise InputError(f"{place}: teachers of several tiers serve it; say under `tiers:` which gets what")
         check_tiers(prompts, serving, config.tiers)
+        _check_confidence(found, config)
     checked_sampling_weights({alias: teacher.sampling_weight for alias, teacher in config.teachers.items()})
     return found
+
+
+def _check_confidence(found: RunPrompts, config: TeachersFile) -> None:
+    """Raises InputError for a black box in tier 2 where a threshold asks for its confidence."""
+    for prompt, teachers in zip(found.prompts, found.serving, strict=True):
+        threshold = needs_confidence(teachers, config.tiers) if config.tiers is not None else None
+        if threshold and config.teachers[teachers[SPECIALIST]].is_black_box:
+            raise InputError(
+                f"{prompt.place}: teacher {teachers[SPECIALIST]!r} is a black box, and {threshold} needs its "
+                "confidence; set the threshold to null"
+            )
 
 
 def serving_of(prompt: Prompt, config: TeachersFile) -> Serving:

@@ -20,11 +20,11 @@ from mopdctl.distill.plan import plan_distill, run_card, run_record
 from mopdctl.distill.prompts import read_run_prompts
 from mopdctl.distill.score import score, with_scores
 from mopdctl.distill.start import begin
-from mopdctl.distill.teachers import load_teachers
+from mopdctl.distill.teachers import Teachers, check_tokens, load_teachers
 from mopdctl.distill.tiers import route_by_tiers, tier_counts
 from mopdctl.engines.adapters import AdaptedModel, own_weights
 from mopdctl.engines.hf import HFModel
-from mopdctl.engines.tokenizers import tokenizer_fingerprint
+from mopdctl.engines.tokenizers import identify, tokenizer_fingerprint
 from mopdctl.records import Prompt, Sample
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.step import OnNote, StepRollouts
@@ -72,7 +72,10 @@ def run_distill(
     teachers = load_teachers(config, student, workspace, base=base)
     manifest = teacher_manifest(config, teachers)
     reference = _load_reference(config, student, workspace, base=base) if train.needs_reference else None
-    max_length = min(model.max_length for model in (student, *teachers.by_alias.values()))
+    others = [] if reference is None else [reference]
+    if train.objective != "sampled":
+        _check_heads((student, *others), teachers)
+    max_length = min(model.max_length for model in (student, *teachers.by_alias.values(), *others))
     book = PromptBook(student, prompts, answer_settings(config), max_length=max_length)
     for row in range(len(book)):
         book.token_ids(row)
@@ -196,11 +199,23 @@ def run_distill(
 
 
 def _load_reference(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> HFModel:
-    """The third model: the one named, else the student as the run begins, frozen."""
+    """The third model: the one named, else the student as the run begins, frozen. It reads the student's tokens too."""
     if config.train.reference is None and isinstance(student, AdaptedModel):
         return student.shared.without_adapter()
-    path = workspace.resolve_model(config.train.reference or config.student, relative_to=base)
-    return HFModel.load(path, dtype=config.train.dtype, batch_size=config.train.sampling_batch_size)
+    name = config.student if config.train.reference is None else config.train.reference
+    path = workspace.resolve_model(name, relative_to=base)
+    model = HFModel.load(path, dtype=config.train.dtype, batch_size=config.train.sampling_batch_size)
+    check_tokens(f"reference ({name})", model, student, config.student, identify(student))
+    return model
+
+
+def _check_heads(models: Sequence[HFModel], teachers: Teachers) -> None:
+    """Raises InputError, before anything is sampled, for a model whose logits are not those of its hidden states."""
+    for model in models:
+        _ = model.head
+    for alias in teachers.by_alias:
+        teachers.head(alias)
+    teachers.take_forwarded()  # what is counted is the scoring of rollouts
 
 
 def _checked(

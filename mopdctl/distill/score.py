@@ -77,25 +77,29 @@ def score(
 
 
 def with_scores(samples: Sequence[Sample], sequences: Sequence[TrainSequence], result: Accumulated) -> list[Sample]:
-    """The samples with what their teacher said of each loss-active token: log-probability, hidden states if kept."""
+    """The samples with what their teacher said of each loss-active token: log-probability, hidden states if kept.
+
+    A sample of which nothing was said, that of a black box, stays as it is.
+    """
     known = {s.sample_id: s for s in sequences if "teacher_logprobs" in s.streams}
+    told = result.streams.get("teacher_logprobs", {})
     hidden = result.hidden.get(TEACHER, {})
 
-    def found(sample: Sample) -> list[float]:
+    def found(sample: Sample) -> list[float] | None:
         if sample.sample_id in known:
             sequence = known[sample.sample_id]
             values = zip(sequence.streams["teacher_logprobs"], sequence.loss_mask, strict=True)
             return [value for value, active in values if active]
-        return result.streams.get("teacher_logprobs", {}).get(sample.sample_id, [])
+        return told.get(sample.sample_id, None if sample.response_mask.any() else [])
 
-    return [
-        replace(
-            sample,
-            teacher_logprobs=np.array(found(sample), np.float32),
-            teacher_hidden=to_bits(hidden[sample.sample_id]) if sample.sample_id in hidden else sample.teacher_hidden,
-        )
-        for sample in samples
-    ]
+    def with_score(sample: Sample) -> Sample:
+        logprobs = found(sample)
+        if logprobs is None:
+            return sample
+        states = to_bits(hidden[sample.sample_id]) if sample.sample_id in hidden else sample.teacher_hidden
+        return replace(sample, teacher_logprobs=np.array(logprobs, np.float32), teacher_hidden=states)
+
+    return list(map(with_score, samples))
 
 
 def to_bits(states_NH: Tensor) -> NDArray[np.uint16]:

@@ -200,7 +200,9 @@ def load_teachers(
                 shared[key] = SharedBase(bases[key])
                 bases[key] = shared[key].without_adapter()
         by_alias[alias] = bases[key] if source.adapter is None else shared[key].load(source.adapter)
-        _check_tokens(alias, config, by_alias[alias], student, own)
+        check_tokens(
+            f"teacher {alias!r} ({config.teachers[alias].model})", by_alias[alias], student, config.student, own
+        )
     return Teachers(by_alias, residency=train.teacher_residency, loads=len(bases), sources=sources)
 
 
@@ -217,16 +219,18 @@ def _from_student(student: HFModel, place: str, dtype: Dtype) -> HFModel | None:
     return student.shared.without_adapter() if (path, str(student.dtype)) == (place, f"torch.{dtype}") else None
 
 
-def _check_tokens(alias: str, config: TeachersFile, teacher: HFModel, student: HFModel, own: TokenizerIdentity) -> None:
-    """Raises InputError unless the teacher reads the student's tokens as the student wrote them, and knows them all."""
-    who = f"teacher {alias!r} ({config.teachers[alias].model})"
-    if found := differences(own, identify(teacher)):
+def check_tokens(who: str, model: HFModel, student: HFModel, student_name: str, own: TokenizerIdentity) -> None:
+    """Raises InputError unless a model reads the student's tokens as the student wrote them, and knows them all.
+
+    `who` is what the model is called, and `own` the student's identity.
+    """
+    if found := differences(own, identify(model)):
         raise InputError(
-            f"{who}: differs from student {config.student} in {'; '.join(found)}; a teacher must read the student's "
-            "tokens as the student wrote them"
+            f"{who}: differs from student {student_name} in {'; '.join(found)}; a {who.split(' ', 1)[0]} must read the "
+            "student's tokens as the student wrote them"
         )
-    if teacher.vocab_size != student.vocab_size:
+    if model.vocab_size != student.vocab_size:
         raise InputError(
-            f"{who}: its embedding has {teacher.vocab_size} rows for the {student.vocab_size} tokens of the student; "
+            f"{who}: its embedding has {model.vocab_size} rows for the {student.vocab_size} tokens of the student; "
             "every token needs one"
         )

@@ -177,7 +177,7 @@ def run_seqkd(
             "parent": config.student,
             "parent_digest": record["student"],
             "teachers": {
-                alias: {"model": teacher.model, "domains": teacher.domains, "digest": record["teachers"][alias]}
+                alias: {"model": teacher.model, "domains": teacher.domains, "digest": record["teachers"].get(alias)}
                 for alias, teacher in sorted(config.teachers.items())
             },
             "answers": counts,
@@ -261,7 +261,11 @@ def _train(
 
 def _record(config: TeachersFile, settings: TeacherAnswers, workspace: Workspace, base: Path) -> dict[str, Any]:
     """The resolved configuration with the digests of all inputs: what a resumed run must share with its first part."""
-    models = {alias: workspace.resolve_model(t.model, relative_to=base) for alias, t in sorted(config.teachers.items())}
+    models = {
+        alias: workspace.resolve_model(teacher.model, relative_to=base)
+        for alias, teacher in sorted(config.teachers.items())
+        if teacher.model
+    }
     return {
         "algorithm": "seqkd",
         "config": config.model_dump(mode="json", exclude={"student", "prompts", "teachers"}),

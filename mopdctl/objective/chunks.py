@@ -13,8 +13,9 @@ from mopdctl.objective.products import operand_dtype, project
 Weights = Callable[[Tensor, slice], Tensor]
 """(policy_logprobs_C of the sampled tokens, constant; which of the N tokens they are) -> weight_C, constant."""
 
-_CHUNK_ELEMENTS = 40_000_000
-"""Logits of one chunk and one model: 160 MB in float32."""
+_CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 80_000_000}
+"""Logits of one chunk and one model: 160 and 320 MB in float32. On an H200, 512 rows of 151,936 are as fast as 2,048
+and 6 to 8 percent faster than 256."""
 _MAX_CHUNK = {"cpu": 256, "cuda": 4096}
 """Rows past which the products become no faster."""
 _CHUNKS_PER_PULL = 4
@@ -23,8 +24,12 @@ pass over all of its float32 sum."""
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
-    """Rows per chunk: as many as make 40 million logits, at most 256 on a CPU; from 64 on a multiple of 64."""
-    chunk = max(1, min(_CHUNK_ELEMENTS // vocab_size, _MAX_CHUNK.get(device.type, 4096)))
+    """Rows per chunk: as many as make 40 million logits and at most 256 on a CPU, 80 million and 4,096 on a GPU.
+
+    From 64 on a multiple of 64.
+    """
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    chunk = max(1, min(_CHUNK_ELEMENTS[kind] // vocab_size, _MAX_CHUNK[kind]))
     return chunk if chunk < 64 else chunk // 64 * 64
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopdctl.config.balance import BalanceConfig
 from mopdctl.config.base import parse
 from mopdctl.config.merge import MergeConfig, MergeMethod
 from mopdctl.config.rl import RlConfig, RlTrainConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.merging.run import merge_teachers
+from mopdctl.distill.merging.sources import open_sources
 from mopdctl.distill.prompts import common_file, own_files, read_run_prompts, teacher_of
 from mopdctl.distill.run import run_distill
 from mopdctl.distill.warmup import run_seqkd
@@ -67,7 +69,12 @@ def _merge(kind: str, method: MergeMethod, config: TeachersFile, workspace: Work
         return merge_teachers(config, MergeConfig(method=method, search=search), workspace, base=base, name=name)
 
     scales = "scales chosen on held-out prompts" if search else "default scale"
-    return Control(name, f"weights merged by {method}, {scales}", run)
+    what = f"weights merged by {method}, {scales}"
+    try:
+        open_sources(config, workspace, base=base)
+    except InputError as error:  # black boxes and adapters have no weights to merge; the other controls need none
+        return Control(name, what, None, str(error))
+    return Control(name, what, run)
 
 
 def _seqkd(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
@@ -88,11 +95,21 @@ def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) 
             "name": name,
             "prompts": _prompts_of(alias, config, workspace, name, base),
             "teachers": {alias: config.teachers[alias].model_copy(update={"prompts": None})},
-            "train": config.train.model_copy(update={"eval_every": 0, "eval_prompts": None}),
+            "tiers": None,
+            "train": config.train.model_copy(update={"eval_every": 0, "eval_prompts": None} | _without_shares(config)),
         }
         return run_distill(config.model_copy(update=update), workspace, base=base, on_step=on_step)
 
     return Control(name, f"distilled from {alias} alone", run)
+
+
+def _without_shares(config: TeachersFile) -> dict[str, Any]:
+    """Settings of `train` that name several teachers, for a run with one."""
+    warm_up = config.train.warm_up
+    return {
+        "balance": BalanceConfig(),
+        "warm_up": warm_up and warm_up.model_copy(update={"shares": {}}),
+    }
 
 
 def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:

@@ -110,7 +110,7 @@ def liger(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Liger's fused linear JSD; `jsd_beta` 1 is its reverse KL. Its weight gradient summed in float32, as ours is."""
     fused = import_module("liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD
     loss = fused(jsd_beta=1.0, accum_dtype=torch.float32)(
-        given.hidden_NH, given.weight_VH, given.target_hidden_NG, given.target_weight_VG
+        given.hidden_NH, given.weight_VH, given.target_hidden_NG, given.target_weight_VG, None
     )
     return _with_gradients(loss, given)
 
