@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from mopdctl.config.base import load_config, parse
+from mopdctl.config.distill import Anchor, DistillTrainConfig
 from mopdctl.config.rl import RlConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
+from mopdctl.distill.overlap import advice
 from mopdctl.environments.registry import begin
 from mopdctl.verifiers import VERIFIERS, Attempt
 from mopdctl.verifiers.registry import run_check
@@ -67,6 +70,59 @@ def test_the_teachers_file_in_the_readme_loads() -> None:
     config = parse(TeachersFile, document, source="README.md")
     assert config.train.learning_rate == 2e-6
     assert config.teachers["self"].kind == "self"
+
+
+def over(document: Any, other: Any) -> Any:
+    """One document laid over another, mapping by mapping."""
+    if not (isinstance(document, dict) and isinstance(other, dict)):
+        return other
+    return document | {key: over(document.get(key), value) for key, value in other.items()}
+
+
+def test_the_family_in_the_readme_is_the_sample_and_takes_every_other_part() -> None:
+    family, warmed, mixed, adapted = documents("Merging teachers")
+    assert (ROOT / "sample_data/family/teachers.yaml").read_text("utf-8") in README
+    config = parse(TeachersFile, family, source="README.md")
+    assert {teacher.model for teacher in config.teachers.values()} == {"arithmetic", "tools", "rlvr"}
+    train = parse(TeachersFile, over(family, warmed), source="README.md").train
+    assert train.warm_up is not None
+    assert (train.warm_start, train.warm_up.samples, train.balance.mode) == ("merge", 4, "share")
+    assert train.balance.target_shares.keys() == config.teachers.keys()
+    teachers = parse(TeachersFile, over(family, mixed), source="README.md").teachers
+    assert {alias: teacher.gives for alias, teacher in teachers.items() if teacher.is_black_box} == {
+        "chat": "answers",
+        "style": "discriminator",
+    }
+    assert {teachers[alias].tier for alias in ("frontier", "arithmetic")} == {1, 2}
+    adapter = parse(TeachersFile, over(family, adapted), source="README.md")
+    assert (adapter.teachers["tools"].base, adapter.train.lora is not None) == ("rlvr", True)
+
+
+def test_every_setting_in_the_table_of_objectives_exists() -> None:
+    rows = re.findall(
+        r"^\| [^|]+ \| [^|]+ \| (`[^|]+) \| [^|]+ \| [^|]+ \|$", section("Merging teachers"), re.MULTILINE
+    )
+    assert len(rows) == 11
+    for settings in rows:
+        for setting in re.findall(r"`([^`]+)`", settings):
+            name, _, value = setting.partition(": ")
+            part, _, inner = name.partition(".")
+            assert part in DistillTrainConfig.model_fields
+            assert not inner or inner in Anchor.model_fields
+            if value:
+                parse(DistillTrainConfig, {"steps": 1, "objective": "exact"} | {name: value}, source=setting)
+
+
+def test_the_thresholds_of_the_advice_are_those_in_the_readme() -> None:
+    warm_up, sampled, exact = re.findall(
+        r"^\| `(?:warm-up first|sampled|exact)` \| .*$", section("Merging teachers"), re.MULTILINE
+    )
+    limits = (advice.WARM_UP_BELOW_MASS, advice.WARM_UP_BELOW_OVERLAP, advice.WARM_UP_FROM_IMPOSSIBLE)
+    assert re.findall(r"(\d+) %", warm_up) == [f"{100 * limit:.0f}" for limit in limits]
+    assert re.findall(r"(\d+) %", sampled) == []
+    assert re.findall(r"(\d+) %", exact) == [
+        f"{100 * limit:.0f}" for limit in (advice.EXACT_FROM_MASS, advice.EXACT_FROM_OVERLAP)
+    ]
 
 
 def test_the_rl_file_in_the_readme_is_the_sample_and_takes_the_judge() -> None:
@@ -153,6 +209,18 @@ def test_the_tour_of_generated_data_works_offline(tmp_path: Path) -> None:
     assert (tmp_path / "workspace/datasets/sample-sft/quarantine/seeds.jsonl").read_bytes().count(b"\n") == 1
 
 
+@pytest.mark.slow
+def test_teachers_write_sft_data_for_their_own_prompts(
+    tiny: Path, teachers_document: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (command,) = re.findall(r"`(mopdctl gen-sft --from-teachers [^`]+)`", section("Synthetic SFT data"))
+    (tmp_path / "teachers.yaml").write_text(json.dumps(teachers_document()), "utf-8")
+    done = run(command, tmp_path, "--json", "--set", "select=[]")
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(done.stdout)
+    assert document["name"] == "teachers-answers"
+
+
 def useful_groups(run_folder: Path, environment: str) -> list[int]:
     """Groups of each step whose answers differ in what they earned."""
     steps = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -215,7 +283,7 @@ def check_story(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path) -> None:
     done = run("mopdctl quickstart", tmp_path, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -224,8 +292,10 @@ def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path)
     again = run("mopdctl quickstart", tmp_path, "--json")
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout)["recovery"] == document["recovery"]
-    tour = [c for c in (*commands("Your own models"), *commands("Rollouts")) if "sample_data" not in c]
-    assert len(tour) == 9
+    shutil.copytree(ROOT / "sample_data/family", tmp_path / "sample_data/family")
+    tour = [c for title in ("Your own models", "Merging teachers", "Rollouts") for c in commands(title)]
+    tour = [c for c in tour if "--scores" not in c]
+    assert len(tour) == 19
     shown = {}
     for command in tour:
         done = run(command, tmp_path)
@@ -233,3 +303,14 @@ def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path)
         shown[command] = done.stdout
     assert "arithmetic" in shown[next(c for c in tour if "recovery" in c)]
     assert re.search(r"arithmetic +arithmetic +\d+", shown["mopdctl store inspect mopd2"])
+    looked, ranked = (shown[c] for c in tour if " overlap " in c)
+    assert re.search(r"^zero test: student against self: nothing differs", looked, re.MULTILINE)
+    assert re.search(r"^advice: (warm-up first|sampled|exact) - ", looked, re.MULTILINE)
+    assert re.search(r"^suggested: (arithmetic|second) - ", ranked, re.MULTILINE)
+    assert (tmp_path / "overlap.svg").read_text("utf-8").startswith("<svg")
+    made = {path.name for path in (tmp_path / "workspace/checkpoints").glob("family.*")}
+    kinds = ("merge", "linear", "ties", "seqkd", "only-arithmetic", "only-tools", "rl")
+    assert made == {f"family.{kind}" for kind in kinds}
+    compared = shown[next(c for c in tour if "family.seqkd" in c and "recovery" in c)]
+    assert "family.merge" in compared
+    assert "family.seqkd" in compared

@@ -3,7 +3,7 @@
 import math
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -59,7 +59,8 @@ def recovery(
 
     Only rows with status ok have a percentage, which is never clipped, and count in the pooled figure. The others:
     missing, non_finite, mismatch (not the same task, shots, prompt or documents), partial (some documents shared),
-    teacher_not_better, low_gap. Intervals are paired bootstrap intervals over documents (95 %).
+    teacher_not_better, low_gap. Intervals are paired bootstrap intervals over documents (95 %). If `mopdctl overlap`
+    looked at BEFORE, the student's pass@k and the advice of that time stand below the table.
     """
     from mopdctl.evals import report
     from mopdctl.evals.recovery import recover
@@ -69,6 +70,7 @@ def recovery(
     if not (math.isfinite(min_gap) and min_gap >= 0 and math.isfinite(min_recovery or 0)):
         raise InputError("--min-gap needs a number of 0 or more, --min-recovery a finite number")
     controls = list(dict.fromkeys(control or []))
+    seen: dict[str, dict[str, Any]] = {}
     if scores:
         if teachers:
             raise InputError("--teachers: is for evaluations; with --scores name the column with --teacher")
@@ -88,12 +90,14 @@ def recovery(
             raise InputError("--teacher and --direction: are for --scores FILE; evaluations know both")
         if not before or not after:
             raise InputError("--before and --after: name two evaluations, or pass --scores FILE")
+        from mopdctl.evals.foresight import foresight, lines
         from mopdctl.evals.pairing import pair_evaluations
         from mopdctl.runs import Workspace
 
-        entries, notes = pair_evaluations(
-            Workspace(workspace), before=before, after=after, teachers=teachers, controls=controls
-        )
+        place = Workspace(workspace)
+        entries, notes = pair_evaluations(place, before=before, after=after, teachers=teachers, controls=controls)
+        seen = foresight(place, before, {entry.teacher_id for entry in entries if entry.teacher_id})
+        notes = [*notes, *lines(seen, before)]
     table = recover(entries, min_gap=Decimal(str(min_gap)), control_names=controls, notes=notes)
     if any(entry.before.samples and entry.after.samples for entry in entries):
         from mopdctl.evals.bootstrap import add_intervals
@@ -101,7 +105,7 @@ def recovery(
         table = add_intervals(table, entries, seed=seed, resamples=resamples)
 
     if as_json:
-        result_json(report.to_json(table))
+        result_json(report.to_json(table) | {"before_training": seen})
     else:
         result(report.to_markdown(table) if as_markdown else report.to_text(table))
     pooled = table.pooled.recovery_pct

@@ -71,7 +71,7 @@ def chunked_divergence(
         target: makes the distribution to match out of the teacher's; None matches the teacher itself.
         reference: hidden states and head of the frozen model that `target` is given, if it takes one.
         vocab_size: tokens of the vocabulary, V.
-        chunk_tokens: rows per chunk; None takes as many as make 40 million logits, 256 at most on a CPU.
+        chunk_tokens: rows per chunk; None takes what `default_chunk` says.
 
     Returns:
         `Chunked`, in float32, or float64 if an operand is. Where the target is not finite the value is not either,

@@ -9,8 +9,10 @@ from torch import Tensor
 from mopdctl.objective.divergence import Divergence, Target
 from mopdctl.objective.reverse_kl import reverse_kl
 
-_BLOCK_ELEMENTS = 4_000_000
-"""Logits of one row block: 16 MB in float32, so that most of it stays in the cache and yet passes are few."""
+_BLOCK_ELEMENTS = 1 << 22
+"""Logits of one row block: 16 MB in float32, so that most of it stays in the cache from one pass to the next."""
+_BLOCK_ROWS = 64
+"""Rows of one block at least: at the end of each pass threads wait for each other, on a busy computer for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ Overwrites the target's logits with d value / d policy logits. Leaves the policy
 
 
 def row_block(vocab_size: int, device: torch.device) -> int:
-    """Rows that are worked on together: what the cache holds on a CPU, no limit elsewhere."""
-    return max(1, _BLOCK_ELEMENTS // vocab_size) if device.type == "cpu" else 1 << 30
+    """Rows that are worked on together: few enough for the cache of a CPU if that is not too few, all elsewhere."""
+    return max(_BLOCK_ROWS, _BLOCK_ELEMENTS // vocab_size) if device.type == "cpu" else 1 << 30
 
 
 def rows_of(of: Divergence, target: Target | None) -> Rows:
@@ -74,7 +76,6 @@ class _ReverseKL:
         KL = c - lse(s) + lse(t),  entropy = lse(s) - sum p s,  gradient = p d - c p
 
     log p - log q differs from d by a constant that the gradient takes away again, so that log q is never needed whole.
-    Few passes rather than little arithmetic: on a busy computer threads wait for each other at the end of each.
     """
 
     def __init__(self) -> None:

@@ -18,14 +18,14 @@ from mopdctl.config.rl import RlConfig, RlTrainConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.merging.run import merge_teachers
 from mopdctl.distill.merging.sources import open_sources
-from mopdctl.distill.prompts import common_file, own_files, read_run_prompts, teacher_of
+from mopdctl.distill.prompts import common_file, own_files, read_run_prompts, serving_of
 from mopdctl.distill.run import run_distill
 from mopdctl.distill.warmup import run_seqkd
 from mopdctl.errors import InputError
 from mopdctl.files import write_jsonl
 from mopdctl.rl.run import run_rl
 from mopdctl.rollouts.prompts import read_prompts
-from mopdctl.runs import Workspace
+from mopdctl.runs import Workspace, check_name
 from mopdctl.train.rows import iterate_rows
 from mopdctl.train.session import OnStep
 
@@ -88,7 +88,11 @@ def _seqkd(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
 
 def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) -> Control:
     """The student of one teacher, on its prompts alone."""
-    name = f"{config.name}.only-{alias}"
+    name, what = f"{config.name}.only-{alias}", f"distilled from {alias} alone"
+    try:
+        check_name(name)
+    except InputError as error:
+        return Control(name, what, None, str(error))
 
     def run(on_step: OnStep) -> Path:
         update = {
@@ -100,7 +104,7 @@ def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) 
         }
         return run_distill(config.model_copy(update=update), workspace, base=base, on_step=on_step)
 
-    return Control(name, f"distilled from {alias} alone", run)
+    return Control(name, what, run)
 
 
 def _without_shares(config: TeachersFile) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
 
 
 def _prompts_of(alias: str, config: TeachersFile, workspace: Workspace, control: str, base: Path) -> Path:
-    """The prompts of one teacher as a file: its own, or its rows of the common one."""
+    """The prompts that one teacher may serve as a file: its own, or its rows of the common one."""
     if alias in (own := own_files(config, base)):
         return own[alias].resolve()
     common = common_file(config, base)
@@ -150,7 +154,7 @@ def _prompts_of(alias: str, config: TeachersFile, workspace: Workspace, control:
     rows = [
         dict(row)
         for prompt, (_, row) in zip(prompts, iterate_rows(common), strict=True)
-        if teacher_of(prompt.routing, config) == alias
+        if alias in serving_of(prompt, config).values()
     ]
     return _written(workspace, control, alias, rows)
 

@@ -1,7 +1,7 @@
 """What every training run does around its loop: one writer, resumable state, a line of metrics a step, a checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +15,7 @@ from mopdctl.files import fingerprint, write_json
 from mopdctl.runs import MetricsLog, building, checkpoint_digest, finished, locked, open_run, write_card
 from mopdctl.train import distributed
 from mopdctl.train.optimizer import build_optimizers
-from mopdctl.train.state import load_state, save_state, saved_steps
+from mopdctl.train.state import load_state, save_state, saved_steps, told_if_unwritable
 
 OnStep = Callable[[int, dict[str, Any]], None]
 
@@ -44,7 +44,9 @@ def sole_writer(folder: Path, target: Path, record: dict[str, Any]) -> Iterator[
 
     Raises InputError if another process has the run, or if it was begun with another configuration.
     """
-    with locked(folder / f"rank-{distributed.rank()}"):
+    with ExitStack() as held:
+        with told_if_unwritable(folder):
+            held.enter_context(locked(folder / f"rank-{distributed.rank()}"))
         if finished(target, folder, record):
             yield False
         else:
@@ -89,7 +91,8 @@ class Session:
     def end_step(self, step: int, metrics: dict[str, Any], *, extra: dict[str, Tensor] | None = None) -> None:
         """Writes the metrics of step `step` (from 0), and every `checkpoint_every` steps all that resuming needs."""
         if self._log:
-            self._log.write(metrics)
+            with told_if_unwritable(self._folder / "metrics.jsonl"):
+                self._log.write(metrics)
         self._on_step(step + 1, metrics)
         if (step + 1) % self._config.checkpoint_every == 0 and step + 1 < self._config.steps:
             save_state(
@@ -106,7 +109,7 @@ class Session:
         """Writes the checkpoint with its card; every rank waits until it is there."""
         if self._log:
             self._log.close()
-            with building(target) as temporary:
+            with told_if_unwritable(target), building(target) as temporary:
                 self._model.save(temporary)
                 for name, document in self._documents.items():
                     write_json(temporary / name, document)

@@ -4,19 +4,34 @@ Random streams hang on seed, step and sample id alone, so they need no state. A 
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mopdctl.engines.adapters import own_weights
+from mopdctl.errors import InputError
 from mopdctl.files import read_json, write_json
 from mopdctl.runs import building
 from mopdctl.train import distributed
 from mopdctl.train.optimizer import Optimizers
+
+
+@contextmanager
+def told_if_unwritable(place: Path) -> Iterator[None]:
+    """Says in one line, as InputError naming `place`, what the system says of a write that fails: a full disk, say."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise InputError(
+            f"{place}: cannot be written ({what}); make room, or check the path and its permissions"
+        ) from error
 
 
 def save_state(
@@ -34,7 +49,7 @@ def save_state(
     `documents` are JSON documents by file name that lie beside the weights.
     """
     if distributed.rank() == 0:
-        with building(folder / f"step-{step:06d}") as target:
+        with told_if_unwritable(folder), building(folder / f"step-{step:06d}") as target:
             save_file(_plain(own_weights(model)), target / "model.safetensors")
             save_file(_moments(model, optimizers), target / "optimizer.safetensors")
             if extra:

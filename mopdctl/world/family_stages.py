@@ -231,7 +231,7 @@ def _arm(workspace: Workspace, scale: Scale, setting: str, name: str) -> Stage:
             how = MergeConfig(method=kind, search=True)
             merge_teachers(config, how, workspace, base=base, name=config.name)
 
-    cost = 120.0 if kind not in ("mopd", "seqkd") else 1.3 * config.train.steps
+    cost = 200.0 if kind not in ("mopd", "seqkd") else 1.3 * config.train.steps
     document = config.model_dump(mode="json") | {"kind": kind, "wrong_answers": scale.wrong_answers}
     return Stage(config.name, _inputs(setting), cost, document, run)
 

@@ -80,6 +80,32 @@ def test_evaluations_with_intervals_and_a_control_twice_the_same_bytes(workspace
     assert run(*command, "--seed", 1).stdout != first.stdout
 
 
+def test_what_overlap_said_of_the_student_stands_below_the_table(workspace: Path) -> None:
+    space = Workspace(workspace)
+    write_json(space.checkpoint("rlvr") / "card.json", {"digest": "d1"})
+
+    def report(digest: str, share: float | None) -> dict[str, Any]:
+        estimate = None if share is None else {"mean": share, "standard_error": 0.1}
+        student = {"pass_at_1": estimate, "pass_at_k": estimate and {"mean": 0.75}, "k": 4}
+        math = {"student": student, "advice": {"choice": "exact", "reason": ""}}
+        return {"student": {"digest": digest}, "teachers": {"math": math, "another": math}}
+
+    write_json(space.run("overlap") / "of-another-student.json", report("d2", 0.125))
+    arguments = ["--before", "rlvr", "--after", "mopd", "--workspace", workspace, "--json"]
+    assert json.loads(run(*arguments).stdout)["before_training"] == {}
+    write_json(space.run("overlap") / "rlvr.json", report("d1", 0.25))
+    document = json.loads(run(*arguments).stdout)
+    expected = {"pass_at_1": 0.25, "pass_at_k": 0.75, "k": 4, "advice": "exact", "report": "rlvr"}
+    assert document["before_training"] == {"math": expected}
+    line = "rlvr before training, math: pass@1 25 %, pass@4 75 %, advice exact"
+    assert line in document["notes"]
+    assert line in run(*arguments[:-1]).stdout
+    write_json(space.run("overlap") / "rlvr.json", report("d1", None))
+    assert json.loads(run(*arguments).stdout)["before_training"]["math"]["pass_at_1"] is None
+    for path in (space.run("overlap") / "rlvr.json", space.run("overlap") / "of-another-student.json"):
+        path.unlink()
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -3,7 +3,6 @@
 FLOAT32 is what summing the same float32 terms in another order may change in a log-probability here.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,14 @@ import pytest
 import torch
 
 from mopdctl.config.teachers import TeachersFile
-from mopdctl.distill import losses, tiers
+from mopdctl.distill import losses
 from mopdctl.distill.run import run_distill
 from mopdctl.distill.score import from_bits
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import read_jsonl, write_jsonl
 from mopdctl.records import Sample
-from mopdctl.runs import Workspace, read_metrics
+from mopdctl.runs import Workspace
 from mopdctl.store.store import Store
 from mopdctl.verifiers import Attempt, Verdict, VerdictState
 from mopdctl.verifiers.pool import VerifierPool
@@ -278,7 +277,7 @@ def test_an_sft_anchor_has_a_denominator_of_its_own_and_what_it_holds_gets_likel
             for row in (first, plain)
         ]
         assert shares[0] == pytest.approx(shares[1], rel=1e-4)
-        assert held[-1] < held[0] - 0.1 * (steps - 1)
+        assert steps == 1 or held[-1] < held[0] - 0.5
 
 
 # ------------------------------------------------------------------------------------- balance, sampling weights, pools
@@ -357,11 +356,9 @@ def test_the_curriculum_leaves_what_the_student_never_passes(
     failed: set[str] = set()
     again = 0
     for samples, usual in zip(samples_of(run), samples_of(plain), strict=True):
+        turns = [Counter(s.teacher_id for s in found.values()) for found in (samples, usual)]
+        assert turns[0] == turns[1]  # whose turn it is stays; which of his prompts it is changes
         by_teacher = {d: {s.prompt_id for s in samples.values() if s.teacher_id == d} for d in DOMAINS}
-        # whose turn it is stays; which of his prompts it is changes
-        assert {d: len(found) for d, found in by_teacher.items()} == {
-            d: len({s.prompt_id for s in usual.values() if s.teacher_id == d}) for d in DOMAINS
-        }
         for domain, drawn in by_teacher.items():
             if drawn & failed:  # only once all that are left have come
                 assert drawn >= pools[domain] - failed

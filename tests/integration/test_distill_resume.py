@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from mopdctl.config.overrides import load_with_overrides
-from mopdctl.config.teachers import TeachersFile
+from mopdctl.config.teachers import TeachersFile, load_teachers
 from mopdctl.distill.run import run_distill
 from mopdctl.engines.base import SampleRequest, Step
 from mopdctl.engines.hf import HFModel
-from mopdctl.files import write_json
-from mopdctl.runs import Workspace
+from mopdctl.files import read_json, read_jsonl, write_json, write_jsonl
+from mopdctl.runs import Workspace, read_card, read_metrics
 from mopdctl.store.store import Store
 
 Stopped = Callable[..., AbstractContextManager[None]]
@@ -220,3 +220,184 @@ def test_every_kind_of_change_is_named(cli: Cli, tiny: Path, documents: Path, tm
     (tmp_path / "copy").symlink_to(teachers["tools"]["model"])
     same = teachers | {"tools": teachers["tools"] | {"model": "copy"}}
     assert run(document | {"teachers": same}).code == 0
+
+
+# ------------------------------------------------------------------------------------ what a run has beside its weights
+
+LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+BESIDE: dict[str, dict[str, Any]] = {
+    "hidden states and balance": {
+        "objective": "exact",
+        "teacher_hidden": "store",
+        "balance": {"mode": "share"},
+        "inner_steps": 2,
+        "trust_region": 0.8,
+    },
+    "curriculum": {"curriculum": {"memory": 0.5}, "outcome_weight": 0.3, "samples_per_prompt": 2},
+    "warm-up and tiers": {
+        "warm_up": {"steps": 2, "samples": 4, "wrong": "keep", "batch_size": 6},
+        "max_new_tokens": 16,
+    },
+    "discriminator": {"samples_per_prompt": 2, "optimizer": "muon", "staleness": 1},
+    "adapter": {"lora": LORA, "objective": "exact", "anchor": {"kl_weight": 0.1}},
+    "stale adapter": {"lora": LORA, "staleness": 1, "balance": {"mode": "sigma"}},
+}
+SLOW = ("adapter",)
+
+
+def with_all_beside(document: dict[str, Any], name: str, tiny: Path, folder: Path) -> dict[str, Any]:
+    """The document with an SFT anchor, prompts that can be checked, and teachers as the variant wants them."""
+    rows = [row for _, row in read_jsonl(tiny / "prompts.jsonl")]
+    reference = {"constraints": [{"kind": "letter", "letter": "e", "min": 1}]}
+    write_jsonl(folder / "prompts.jsonl", [row | {"verifier": "constraints", "reference": reference} for row in rows])
+    talk = [{"role": "user", "content": "7 + 5"}, {"role": "assistant", "content": "12"}]
+    write_jsonl(folder / "sft.jsonl", [{"messages": talk}] * 3)
+    write_jsonl(folder / "answers.jsonl", [{"prompt_id": f"tools/{i}", "answer": f"say {i}"} for i in range(8)])
+    document["prompts"] = "prompts.jsonl"
+    document["train"]["anchor"] = document["train"].get("anchor", {}) | {"sft_weight": 0.1, "sft_data": "sft.jsonl"}
+    teachers = document["teachers"]
+    if name == "discriminator":
+        box = {
+            "gives": "discriminator",
+            "wrong_answers": "keep",
+            "discriminator": {"warm_up_steps": 2, "learning_rate": 1e-3},
+        }
+        teachers["tools"] = {"domains": ["tools"], "answers": "answers.jsonl", **box}
+    if name == "warm-up and tiers":
+        document["tiers"] = {"samples": 2, "frontier_below_confidence": None, "self_from_pass_rate": 0.9}
+        teachers["frontier"] = {"model": teachers["tools"]["model"], "domains": ["arithmetic"], "tier": 1}
+        teachers["itself"] = {"model": document["student"], "domains": ["arithmetic"], "tier": 3}
+    return document
+
+
+def all_of(workspace: Workspace) -> dict[str, Any]:
+    """Everything that a run leaves, without times."""
+    run = workspace.run("merged")
+    store = sorted(Store(workspace.rollouts("merged")).scan(), key=lambda sample: sample.sample_id)
+    streams = ("tokens", "behavior_logprobs", "teacher_logprobs", "teacher_hidden")
+    return {
+        "metrics": [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in read_metrics(run)],
+        "samples": [
+            (
+                s.sample_id,
+                s.teacher_id,
+                s.reward,
+                *[None if (v := getattr(s, n)) is None else v.tolist() for n in streams],
+            )
+            for s in store
+        ],
+        "weights": {p.name: p.read_bytes() for p in sorted(workspace.checkpoint("merged").rglob("*.safetensors"))},
+        "manifest": read_json(workspace.checkpoint("merged") / "teacher_manifest.json"),
+        "card": read_card(workspace.checkpoint("merged")),
+        "routing": (run / "routing.jsonl").read_bytes() if (run / "routing.jsonl").exists() else None,
+        "warm-up": [row["train/loss"] for row in read_metrics(run / "warm-up")] if (run / "warm-up").exists() else None,
+    }
+
+
+def made(tiny: Path, folder: Path, teachers_document: Callable[..., dict[str, Any]], name: str, **train: Any) -> Path:
+    """A file for a variant: three steps, with a state after each."""
+    settings = {"steps": 3, "checkpoint_every": 1, "max_new_tokens": 8, "batch_size": 6, "grad_share_every": 1}
+    document = teachers_document(**settings | BESIDE[name] | train)
+    write_json(folder / "teachers.yaml", with_all_beside(document, name, tiny, folder))
+    return folder / "teachers.yaml"
+
+
+def assert_all_equal(straight: Workspace, broken: Workspace, *, steps: int) -> None:
+    one, other = all_of(straight), all_of(broken)
+    assert len(one["metrics"]) == steps
+    for part, expected in one.items():
+        assert other[part] == expected, part
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in BESIDE])
+def test_a_run_that_was_interrupted_goes_on_with_all_that_it_had(
+    tiny: Path, tmp_path: Path, teachers_document: Callable[..., dict[str, Any]], name: str
+) -> None:
+    # ms-swift #9935, open-instruct #1523, DN-MOPD patches: what is forgotten on resume
+    config = load_teachers(made(tiny, tmp_path, teachers_document, name))
+    straight, broken = (Workspace(tmp_path / where) for where in ("straight", "broken"))
+    run_distill(config, straight, base=tmp_path)
+    last = random.choice([2, 3])
+    begun = []
+
+    def on_step(done: int, metrics: dict[str, Any]) -> None:
+        begun.append(metrics["step"])
+        if done == last and begun.count(last - 1) == 1:  # committed and logged, and its state not yet written
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_distill(config, broken, base=tmp_path, on_step=on_step)
+    assert not broken.checkpoint("merged").exists()
+    run_distill(config, broken, base=tmp_path, on_step=on_step)
+    assert begun == [*range(last), *range(last - 1, 3)]
+    assert_all_equal(straight, broken, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hidden states and balance", "curriculum", "discriminator", "adapter"])
+def test_killed_at_any_moment_a_run_goes_on_with_all_that_it_had(
+    cli: Cli,
+    tiny: Path,
+    tmp_path: Path,
+    teachers_document: Callable[..., dict[str, Any]],
+    stopped_after: Stopped,
+    name: str,
+) -> None:
+    teachers = made(tiny, tmp_path, teachers_document, name, steps=6, max_new_tokens=40)
+    straight, killed = (Workspace(tmp_path / where) for where in ("straight", "killed"))
+    run_distill(load_teachers(teachers), straight, base=tmp_path)
+    metrics = killed.run("merged") / "metrics.jsonl"
+    for lines in (1, random.randint(3, 5)):
+        with stopped_after(metrics, lines, command(teachers, killed.root), delay_s=random.uniform(0, 0.2)):
+            pass
+    assert not killed.checkpoint("merged").exists()
+    assert cli("distill", "--teachers", teachers, "--workspace", killed.root).code == 0
+    assert_all_equal(straight, killed, steps=6)
+
+
+# ------------------------------------------------------------------------------------------------ who the teachers are
+
+
+def test_a_teacher_that_was_edited_between_two_parts_of_a_run_is_refused(
+    cli: Cli, tiny: Path, tmp_path: Path, teachers_document: Callable[..., dict[str, Any]]
+) -> None:
+    # TRL #7215: a teacher silently replaced between runs
+    document = teachers_document(steps=3, checkpoint_every=1, max_new_tokens=6)
+    mine = shutil.copytree(tiny / "models" / "tools", tmp_path / "mine")
+    document["teachers"]["tools"]["model"] = "mine"
+    write_json(tmp_path / "teachers.yaml", document)
+    config, place = load_teachers(tmp_path / "teachers.yaml"), Workspace(tmp_path / "w")
+
+    def on_step(done: int, metrics: dict[str, Any]) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_distill(config, place, base=tmp_path, on_step=on_step)
+    (state,) = (place.run("merged") / "state").glob("step-*")
+    manifest = read_json(state / "teacher_manifest.json")
+    assert list(manifest["teachers"]) == ["arithmetic", "structured", "tools"]
+    assert manifest["teachers"]["tools"]["model"] == "mine"
+    assert len({teacher["weights"] for teacher in manifest["teachers"].values()}) == 3
+    assert {teacher["dtype"] for teacher in manifest["teachers"].values()} == {"float32"}
+
+    def again() -> SimpleNamespace:
+        before = {p: p.read_bytes() for p in place.root.rglob("*") if p.is_file()}
+        ended = cli("distill", "--teachers", tmp_path / "teachers.yaml", "--workspace", place.root, "--json")
+        if ended.code:
+            assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+            assert {p: p.read_bytes() for p in place.root.rglob("*") if p.is_file()} == before
+        return ended
+
+    original = (mine / "model.safetensors").read_bytes()
+    shutil.copy(tiny / "models" / "arithmetic" / "model.safetensors", mine)  # other weights under the same name
+    assert "(teachers.tools.model differ" in again().stderr
+    (mine / "model.safetensors").write_bytes(original)
+    # what a digest of the files cannot see, the manifest of the state does
+    changed = manifest | {"teachers": manifest["teachers"] | {"tools": manifest["teachers"]["tools"] | {"dtype": "x"}}}
+    write_json(state / "teacher_manifest.json", changed)
+    stderr = again().stderr
+    assert "teacher 'tools' is another one than when the run began, dtype was x and is float32; " in stderr
+    write_json(state / "teacher_manifest.json", manifest)
+    assert again().code == 0
+    assert read_json(place.checkpoint("merged") / "teacher_manifest.json") == manifest

@@ -481,10 +481,16 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(of: Divergence, num_tokens
     assert 16 * VOCAB <= seen.elements <= bound
 
 
-def test_rows_are_worked_on_in_blocks_that_fit_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("vocab_size", "rows"), [(32_768, 128), (151_936, 64), (10**9, 64)])
+def test_a_block_of_rows_fits_a_cache_unless_that_were_too_few(vocab_size: int, rows: int) -> None:
+    assert fused.row_block(vocab_size, torch.device("cpu")) == rows
+
+
+def test_rows_are_worked_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(12)
     expected = given.run(chunk_tokens=8)
     monkeypatch.setattr(fused, "_BLOCK_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr(fused, "_BLOCK_ROWS", 2)
     blocked = given.run(chunk_tokens=8)
     torch.testing.assert_close(blocked.value_N, expected.value_N, **EXACT)
     for mine, whole in zip(gradients(blocked.loss, given), gradients(expected.loss, given), strict=True):
