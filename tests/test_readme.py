@@ -218,6 +218,7 @@ def test_teachers_write_sft_data_for_their_own_prompts(
     done = run(command, tmp_path, "--json", "--set", "select=[]")
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout)
+    print(json.dumps(document))
     assert document["name"] == "teachers-answers"
 
 

@@ -118,18 +118,19 @@ def vocabulary_loss(config: DistillTrainConfig, teachers: Teachers, reference: H
             target: Target | None = None,
             reference: tuple[Tensor, Head] | None = None,
         ) -> Chunked:
-            return chunked_divergence(
-                policy.hidden_NH,
-                policy.head,
-                *other,
-                batch.tokens_N,
-                weights=weights,
-                of=of,
-                target=target,
-                reference=reference,
-                vocab_size=policy.vocab_size,
-                chunk_tokens=config.chunk_tokens,
-            )
+            with policy.computing():
+                return chunked_divergence(
+                    policy.hidden_NH,
+                    policy.head,
+                    *other,
+                    batch.tokens_N,
+                    weights=weights,
+                    of=of,
+                    target=target,
+                    reference=reference,
+                    vocab_size=policy.vocab_size,
+                    chunk_tokens=config.chunk_tokens,
+                )
 
         bent = third if config.extrapolation != 1 else None
         found = against((hidden_NG, teachers.head(alias)), weights, of, target, bent)

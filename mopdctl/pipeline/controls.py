@@ -95,10 +95,12 @@ def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) 
         return Control(name, what, None, str(error))
 
     def run(on_step: OnStep) -> Path:
+        teacher = config.teachers[alias]
         update = {
             "name": name,
-            "prompts": _prompts_of(alias, config, workspace, name, base),
-            "teachers": {alias: config.teachers[alias].model_copy(update={"prompts": None})},
+            # Prompts of its own need not say whose they are, so that they stay with it.
+            "prompts": _prompts_of(alias, config, workspace, name, base) if teacher.prompts is None else None,
+            "teachers": {alias: teacher},
             "tiers": None,
             "train": config.train.model_copy(update={"eval_every": 0, "eval_prompts": None} | _without_shares(config)),
         }

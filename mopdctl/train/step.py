@@ -1,8 +1,10 @@
 """One accumulation of gradients: forward, token loss, weighted sum, backward, for each micro-batch in turn."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +40,10 @@ class Policy:
         """Last hidden states, with gradient."""
         with self._model.computing():
             return active_hidden(self._model.model, self._batch.layout, self._batch.active_BR)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The precision that the model computes in, for what is made of `hidden_NH`."""
+        return self._model.computing()
 
     @property
     def head(self) -> Head:

@@ -14,7 +14,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-from mopdctl.errors import MopdctlError
+from mopdctl.errors import InputError
 from mopdctl.files import dump_json, read_json
 from mopdctl.runs import Workspace
 from mopdctl.train.runtime import prepare_runtime
@@ -46,6 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fit", type=Path, nargs="+", help="search thresholds of the advice in documents")
     parser.add_argument("--fit-seeds", default="0", help="seeds to search on; the others judge")
     given = parser.parse_args(arguments)
+    try:
+        return _act(given, parser)
+    except InputError as error:
+        parser.exit(2, f"{error}\n")
+
+
+def _act(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.md is not None:
         print(to_markdown(_read(given.md)))  # noqa: T201
         return 0
@@ -138,7 +145,7 @@ def _stages(root: str, quick: bool, settings: tuple[str, ...], arms: tuple[str, 
 def _read(path: Path) -> dict[str, object]:
     document = dict(read_json(path))
     if document.get("schema") != SCHEMA:
-        raise MopdctlError(f"{path}: is not of schema {SCHEMA}; give what `python -m mopdctl.world.family` printed")
+        raise InputError(f"{path}: is not of schema {SCHEMA}; give what `python -m mopdctl.world.family` printed")
     return document
 
 

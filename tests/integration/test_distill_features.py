@@ -3,6 +3,10 @@
 FLOAT32 is what summing the same float32 terms in another order may change in a log-probability here.
 """
 
+import os
+import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +23,7 @@ from mopdctl.distill.run import run_distill
 from mopdctl.distill.score import from_bits
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError, MopdctlError
-from mopdctl.files import read_jsonl, write_jsonl
+from mopdctl.files import read_jsonl, write_json, write_jsonl
 from mopdctl.records import Sample
 from mopdctl.runs import Workspace
 from mopdctl.store.store import Store
@@ -377,3 +381,51 @@ def test_the_curriculum_leaves_what_the_student_never_passes(
         d: fmean(s.reward for s in samples_of(run)[0].values() if s.teacher_id == d and s.reward is not None)
         for d in DOMAINS
     }
+
+
+# ---------------------------------------------------------------------------------------------------- several processes
+
+RANKS: dict[str, dict[str, Any]] = {
+    "exact": {"objective": "exact", "teacher_hidden": "store", "balance": {"mode": "share"}, "curriculum": {}},
+    "sampled": {"outcome_weight": 0.5, "samples_per_prompt": 3, "balance": {"mode": "sigma"}, "trust_region": 0.8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_two_processes_do_what_one_does(
+    talk: str,
+    checked: str,
+    tmp_path: Path,
+    distil: Distil,
+    finished: Callable[..., SimpleNamespace],
+    teachers_document: Document,
+    name: str,
+) -> None:
+    # Seven prompts of three teachers, and groups of three: both lie across ranks.
+    anchor = {"sft_weight": 0.3, "sft_data": talk, "sft_batch_size": 3}
+    train = {"steps": 2, "batch_size": 7, "learning_rate": 1e-4, "checkpoint_every": 1, "grad_share_every": 1}
+    document = teachers_document(**train, **RANKS[name], anchor=anchor) | {"prompts": checked}
+    said = [{"prompt_id": f"tools/{i}", "answer": "be"} for i in range(8)]
+    write_jsonl(tmp_path / "said.jsonl", said)
+    box = {"gives": "answers", "answers": str(tmp_path / "said.jsonl"), "wrong_answers": "keep"}
+    document["teachers"]["tools"] = {"domains": ["tools"], **box}
+    write_json(tmp_path / "teachers.yaml", document)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "mopdctl", "distill"]
+    launch += ["--teachers", str(tmp_path / "teachers.yaml"), "--workspace", str(tmp_path / "two")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    one, two = distil(document), finished(tmp_path / "two")
+    for alone, together, mine, ours in zip(one.metrics, two.metrics, one.rollouts, two.rollouts, strict=True):
+        assert together.keys() == alone.keys()
+        for metric, value in alone.items():
+            assert together[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+        assert [r["response_ids"] for r in ours] == [r["response_ids"] for r in mine]
+    rewards = [[s.reward for step in samples_of(run) for _, s in sorted(step.items())] for run in (one, two)]
+    assert rewards[0] == rewards[1]
+    assert max(float((two.weights[n] - w).abs().max()) for n, w in one.weights.items()) < 1e-5
