@@ -218,8 +218,10 @@ def test_teachers_write_sft_data_for_their_own_prompts(
     done = run(command, tmp_path, "--json", "--set", "select=[]")
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout)
-    print(json.dumps(document))
-    assert document["name"] == "teachers-answers"
+    assert (document["name"], document["complete"], document["requests"]) == ("teachers-answers", True, 24 * 4)
+    assert document["stages"]["generate"] == "96 in, 96 out"
+    assert document["rows"]["train"] > 0
+    assert document["domains"].keys() <= {"arithmetic", "structured", "tools"}
 
 
 def useful_groups(run_folder: Path, environment: str) -> list[int]:

@@ -85,7 +85,7 @@ class OnPolicyConfig(TrainConfig):
     eval_prompts: Path | None = None
     """JSONL or Parquet rows like the prompts, with `verifier` and `reference`; relative to this file."""
     eval_size: int = Field(default=100, gt=0)
-    """Rows of `eval_prompts` used per domain."""
+    """Rows of `eval_prompts` used per teacher (rl: per environment), the first in the file."""
 
     @field_validator("top_p")
     @classmethod

@@ -1,5 +1,6 @@
 """The MOPD loop: sample, score by the routed teacher, update, keep."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -183,7 +184,7 @@ def run_distill(
                     rollouts.keep(with_scores(samples, sequences, result))
                 by_teacher = [(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]
                 metrics = {"step": step, **rollout_metrics(step, result, norm, by_teacher, train), **clock.metrics()}
-                metrics |= seen | {"perf/teacher_tokens": teachers.take_forwarded()}
+                metrics |= seen | {"perf/teacher_tokens": _forwarded(teachers)}
                 if rates:
                     earned = outcomes_of(samples)
                     rates.observe(earned)
@@ -216,6 +217,14 @@ def _check_heads(models: Sequence[HFModel], teachers: Teachers) -> None:
     for alias in teachers.by_alias:
         teachers.head(alias)
     teachers.take_forwarded()  # what is counted is the scoring of rollouts
+
+
+def _forwarded(teachers: Teachers) -> dict[str, int]:
+    """The tokens that ran through each teacher since the last call, on all ranks. Every rank must call it."""
+    total: Counter[str] = Counter()
+    for found in distributed.gather_objects(teachers.take_forwarded()):
+        total.update(found)
+    return dict(sorted(total.items()))
 
 
 def _checked(

@@ -27,7 +27,7 @@ def prepare_from_teachers(
     """
     teachers = load_teachers(path)
     routes = _routes(teachers, path)
-    _check_prompts(teachers, routes, path.parent)
+    _check_prompts(teachers, routes, path)
     # Both files exist for the loader alone: errors and the record speak of the teachers.yaml that they come from.
     with TemporaryDirectory() as folder:
         gen, committee = Path(folder) / "gen.yaml", Path(folder) / "committee.yaml"
@@ -106,12 +106,12 @@ def _routes(teachers: TeachersFile, path: Path) -> dict[str, str]:
     return routes
 
 
-def _check_prompts(teachers: TeachersFile, routes: Mapping[str, str], base: Path) -> None:
+def _check_prompts(teachers: TeachersFile, routes: Mapping[str, str], path: Path) -> None:
     own = [alias for alias, teacher in teachers.teachers.items() if teacher.prompts is not None]
     if teachers.prompts is None or own:
         who = f"teacher {own[0]!r} has prompts of its own" if own else "it names no prompts"
-        raise InputError(f"{base}: {who}; gen-sft takes the one common file, so put all prompts there")
-    for prompt in read_prompts(base / teachers.prompts, teachers.routing_keys):
+        raise InputError(f"{path}: {who}; gen-sft takes the one common file, so put all prompts there")
+    for prompt in read_prompts(path.parent / teachers.prompts, teachers.routing_keys):
         if prompt.routing["domain"] not in routes:
             raise InputError(
                 f"{prompt.place}: domain {prompt.routing['domain']!r}: no teacher serves it; teachers serve "

@@ -106,21 +106,24 @@ def recoveries(seed: Any, setting: str, arms: Sequence[str]) -> dict[str, Recove
 
 
 def summarize_arms(seeds: Sequence[Any], arms: Sequence[str]) -> dict[str, Any]:
-    """Recovery, scores and seconds of each arm of the base setting, over the seeds that have it."""
+    """Recovery, scores and seconds of each arm of the base setting, over the seeds that have it.
+
+    The recovery is null where no teacher leads or one has not been scored.
+    """
     by_seed = [recoveries(seed, BASE, arms) for seed in seeds]
     found: dict[str, Any] = {}
     for arm in ("none", *arms):
         model = SETTINGS[BASE].student if arm == "none" else f"{BASE}.{arm}"
         there = [one[arm] for one in by_seed if arm in one]
         having = [seed for seed in seeds if model in seed["rewards"]]
-        if not there:
+        if not having:
             found[arm] = None
             continue
         scores = [{d: 100 * float(r.mean()) for d, r in unpack(seed["rewards"][model]).items()} for seed in having]
         seconds = [seed["seconds"][model] for seed in having if model in seed["seconds"]]
         found[arm] = {
             "seeds": [seed["seed"] for seed in having],
-            "recovery": _rounded(asdict(over_seeds(there))),
+            "recovery": _rounded(asdict(over_seeds(there))) if there else None,
             "recovery_by_seed_pct": [round(one.pct, 2) for one in there],
             "scores": {d: round(float(np.mean([one[d] for one in scores])), 2) for d in DOMAINS},
             "seconds": round(float(np.mean(seconds)), 1) if seconds and arm != "none" else None,

@@ -66,7 +66,9 @@ def _advice(name: str, found: dict[str, Any], arms: list[str], document: dict[st
     ]
 
 
-def _figure(figure: dict[str, Any]) -> str:
+def _figure(figure: dict[str, Any] | None) -> str:
+    if figure is None:
+        return "-"
     return f"{figure['pct']:.1f} +- {figure['stderr_pct']:.1f}"
 
 

@@ -426,6 +426,8 @@ def test_two_processes_do_what_one_does(
         for metric, value in alone.items():
             assert together[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
         assert [r["response_ids"] for r in ours] == [r["response_ids"] for r in mine]
+    for alone, together in zip(one.times, two.times, strict=True):
+        assert together["perf/teacher_tokens"] == alone["perf/teacher_tokens"]
     rewards = [[s.reward for step in samples_of(run) for _, s in sorted(step.items())] for run in (one, two)]
     assert rewards[0] == rewards[1]
     assert max(float((two.weights[n] - w).abs().max()) for n, w in one.weights.items()) < 1e-5

@@ -189,6 +189,10 @@ def test_a_document_of_part_of_the_stages_says_what_is_not_there_and_renders() -
     document = to_document(full_scale(), [seed], [BASE, "outside"], ["exact", "merge"], pending=["seed 0 rlvr.merge"])
     json.dumps(document, allow_nan=False)
     assert document["summary"]["arms"]["merge"] is None
+    del seed["rewards"][SETTINGS[BASE].teachers["tools"]]
+    bare = to_document(full_scale(), [seed], [BASE], ["exact"])["summary"]["arms"]["exact"]
+    assert bare["recovery"] is None  # a teacher has not been scored, the arm has
+    assert bare["scores"]["arithmetic"] == pytest.approx(80.0)
     assert document["summary"]["arms"]["exact"]["recovery"]["pct"] == pytest.approx(100.0)
     assert document["summary"]["arms"]["none"]["recovery"]["pct"] == pytest.approx(0.0)
     text = to_markdown(document)

@@ -7,11 +7,12 @@ from mopdctl.config.merge import MergeMethod
 from mopdctl.distill.merging.sources import Scales
 
 COMMON_SCALES: dict[MergeMethod, tuple[float, ...]] = {
-    "task-arithmetic": (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
+    "task-arithmetic": (0.3, 0.4, 0.2, 0.5, 0.7, 0.1, 1.0),
     "linear": (1.0,),
-    "ties": (0.4, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0),
+    "ties": (1.0, 0.8, 1.3, 0.6, 1.6, 2.0, 0.4),
 }
-"""Common scales that are tried first. In a mean only proportions count, so that equal weights are one candidate."""
+"""Common scales that are tried first, the default before others: where a few prompts cannot tell scales apart, the
+first of equals stays. In a mean only proportions count, so that equal weights are one candidate."""
 
 FACTORS = (0.0, 0.5, 1.5, 2.0)
 """What the scale of one teacher is then multiplied with."""
