@@ -45,9 +45,9 @@ def test_common_scales_come_first_and_then_one_pass_over_the_teachers() -> None:
     _, measured = run(peak(0.2, 0.4), teachers=2)
     assert measured[: len(COMMON)] == [(scale, scale) for scale in COMMON]
     passes = measured[len(COMMON) :]
-    # 0.2 to 0.4 are equally good as common scales: the first stays. Then the first teacher, which is best as it is.
-    assert passes[: len(FACTORS)] == [(0.0, 0.2), (0.1, 0.2), (0.3, 0.2), (0.4, 0.2)]
-    assert passes[len(FACTORS) :] == [(0.2, 0.0), (0.2, 0.1), (0.2, 0.3), (0.2, 0.4)]
+    # 0.2 to 0.4 are equally good as common scales: the default, measured first, stays. Then each teacher in turn.
+    assert passes[: len(FACTORS)] == [(0.0, 0.3), (0.15, 0.3), (0.45, 0.3), (0.6, 0.3)]
+    assert passes[len(FACTORS) :] == [(0.15, 0.0), (0.15, 0.15), (0.15, 0.45), (0.15, 0.6)]
     assert len(measured) == most_measurements("task-arithmetic", 2)
 
 
