@@ -8,6 +8,7 @@ import typer
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
 from mopdctl.cli.output import note, show, stdout_reserved
 from mopdctl.cli.training import step_progress
+from mopdctl.errors import MopdctlError
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 
 if TYPE_CHECKING:
@@ -89,19 +90,26 @@ def distill(
                 on_note=note,
             )
             document["checkpoint"] = str(target)
+        failed = False
         if controls:
-            document["controls"] = _controls(config, place, teachers.parent, dry_run=dry_run)
+            document["controls"], failed = _controls(config, place, teachers.parent, dry_run=dry_run)
     show(document, as_json=as_json)
+    if failed:
+        raise typer.Exit(1)
 
 
-def _controls(config: "TeachersFile", place: "Workspace", base: Path, *, dry_run: bool) -> dict[str, str]:
-    """Makes each control; name to what it is, or why it could not be made."""
+def _controls(config: "TeachersFile", place: "Workspace", base: Path, *, dry_run: bool) -> tuple[dict[str, str], bool]:
+    """Makes each control; name to what it is, or why it could not be made, and whether one failed on the way."""
     from mopdctl.pipeline.controls import controls_of
 
-    found = {}
+    found, failed = {}, False
     for control in controls_of(config, place, base=base):
         found[control.name] = control.what if control.run else f"not made: {control.missing}"
         if control.run and not dry_run:
             note(f"control {control.name}: {control.what}")
-            control.run(step_progress(control.name, config.train.steps))
-    return found
+            try:
+                control.run(step_progress(control.name, config.train.steps))
+            except MopdctlError as error:  # the others are worth having all the same
+                note(f"control {control.name}: {error}")
+                found[control.name], failed = f"failed: {error}", True
+    return found, failed

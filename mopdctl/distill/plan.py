@@ -84,7 +84,7 @@ def run_record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[s
     train = config.train
     if train.reference is not None:
         record["train"]["reference"] = model_identity(workspace.resolve_model(train.reference, relative_to=base))
-    record["prompts"] = prompt_digests(config, base)
+    record["prompts"] = prompt_digests(config, base)[""]  # those of teachers' own files stand with them
     if train.eval_prompts:
         record["train"]["eval_prompts"] = file_digest(base / train.eval_prompts)
     if train.anchor.sft_data is not None:

@@ -56,15 +56,7 @@ TOP_K: dict[str, dict[str, Any]] = {
     )
 }
 FAMILY = SAMPLED | EXACT | TOP_K
-PLAIN = (
-    "sampled-bent-twice",
-    "forward",
-    "jsd",
-    "bent-twice",
-    "anchored",
-    "reverse_kl-student-bucket",
-    "jsd-union-bucket",
-)
+PLAIN = ("sampled-bent-twice", "bent-twice", "jsd-union-bucket")
 """Those in which every part of the others stands; the others are slow tests."""
 
 
@@ -135,9 +127,11 @@ def test_every_objective_brings_the_student_closer_and_does_so_again(
 
 def test_no_two_objectives_have_one_gradient(distil: Distil, teachers_document: Document) -> None:
     # TRL #5731, NeMo-RL: settings that nobody reads
-    names = ("sampled", "sampled-extrapolated", "sampled-trust-region", "reverse", "forward", "jsd", "extrapolated")
-    names += ("trust-region", "entropy-aware", "reverse_kl-student-bucket", "reverse_kl-teacher-bucket")
-    norms = [distil(teachers_document(steps=1, **FAMILY[name])).metrics[0]["train/grad_norm"] for name in names]
+    names = ("sampled", "sampled-extrapolated", "sampled-trust-region", "reverse", "forward", "jsd", "entropy-aware")
+    names += ("reverse_kl-student-bucket", "reverse_kl-teacher-bucket")
+    norms = [
+        distil(teachers_document(steps=1, batch_size=6, **FAMILY[name])).metrics[0]["train/grad_norm"] for name in names
+    ]
     assert all(abs(a - b) > 1e-3 * a for i, a in enumerate(norms) for b in norms[:i])
 
 
@@ -221,7 +215,7 @@ def test_the_icepop_mask_gates_the_exact_divergence(distil: Distil, teachers_doc
 # ------------------------------------------------------------------------------------------ names and order of teachers
 
 
-@pytest.mark.parametrize("name", ["forward", "jsd-union-bucket", "sampled-bent-twice"])
+@pytest.mark.parametrize("name", ["forward", pytest.param("jsd-union-bucket", marks=pytest.mark.slow)])
 def test_two_aliases_of_a_checkpoint_are_one_teacher(distil: Distil, teachers_document: Document, name: str) -> None:
     # verl-omni: two entries of one checkpoint
     document = teachers_document(steps=1, **FAMILY[name])
@@ -241,7 +235,9 @@ def test_two_aliases_of_a_checkpoint_are_one_teacher(distil: Distil, teachers_do
     "train",
     [
         {"objective": "exact", "teacher_hidden": "store", "teacher_residency": "one", "balance": {"mode": "share"}},
-        {"balance": {"mode": "sigma"}, "extrapolation": 1.25, "anchor": {"kl_weight": 0.1}},
+        pytest.param(
+            {"balance": {"mode": "sigma"}, "extrapolation": 1.25, "anchor": {"kl_weight": 0.1}}, marks=pytest.mark.slow
+        ),
     ],
     ids=["exact", "sampled"],
 )

@@ -112,7 +112,7 @@ def test_memory_and_store_are_equal_where_teachers_compute_in_bfloat16(
     assert all(runs[1].weights[name].equal(weight) for name, weight in runs[0].weights.items())
 
 
-@pytest.mark.parametrize("residency", ["all", "one"])
+@pytest.mark.parametrize("residency", ["all", pytest.param("one", marks=pytest.mark.slow)])
 def test_a_step_that_is_done_again_from_the_store_asks_no_teacher(
     tmp_path: Path,
     distil: Distil,
@@ -159,7 +159,7 @@ def test_a_step_that_is_done_again_from_the_store_asks_no_teacher(
 @pytest.mark.parametrize(
     "train",
     [
-        {"objective": "exact"},
+        pytest.param({"objective": "exact"}, marks=pytest.mark.slow),
         {"objective": "exact", "inner_steps": 2, "gradient_accumulation": 4, "teacher_residency": "one"},
         {"inner_steps": 2, "gradient_accumulation": 4},
     ],
@@ -261,7 +261,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("objective", ["sampled", "exact"])
+@pytest.mark.parametrize("objective", ["exact", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_an_sft_anchor_has_a_denominator_of_its_own_and_what_it_holds_gets_likelier(
     talk: str, distil: Distil, teachers_document: Document, objective: str
 ) -> None:

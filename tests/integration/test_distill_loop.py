@@ -193,7 +193,8 @@ def test_metrics_are_those_of_the_rollouts(base: dict[str, SimpleNamespace]) -> 
             assert sum(shares.values()) == pytest.approx(1)
             assert min(shares.values()) > 0
         for row in run.times:
-            assert set(row) == {"perf/rollout_s", "perf/score_s", "perf/update_s", "perf/store_s"}
+            seconds = {"perf/rollout_s", "perf/score_s", "perf/update_s", "perf/store_s"}
+            assert set(row) == seconds | {"perf/teacher_tokens"}
             assert all(seconds >= 0 for seconds in row.values())
 
 

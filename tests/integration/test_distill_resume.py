@@ -18,6 +18,7 @@ from mopdctl.distill.run import run_distill
 from mopdctl.engines.base import SampleRequest, Step
 from mopdctl.engines.hf import HFModel
 from mopdctl.files import read_json, read_jsonl, write_json, write_jsonl
+from mopdctl.rollouts.step import StepRollouts
 from mopdctl.runs import Workspace, read_card, read_metrics
 from mopdctl.store.store import Store
 
@@ -188,7 +189,8 @@ def test_a_checkpoint_that_something_else_made_is_neither_replaced_nor_taken_for
     for name in ("copied", "merge"):
         ended = cli(command, *arguments, "--name", name, "--json")
         assert (ended.code, ended.stdout) == (2, "")
-        assert f"checkpoints/{name}: " in ended.stderr
+        # of what has a run, its configuration is looked at first
+        assert f"{'checkpoints' if name == 'copied' else 'runs'}/{name}: " in ended.stderr
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
@@ -242,7 +244,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "adapter": {"lora": LORA, "objective": "exact", "anchor": {"kl_weight": 0.1}},
     "stale adapter": {"lora": LORA, "staleness": 1, "balance": {"mode": "sigma"}},
 }
-SLOW = ("adapter",)
 
 
 def with_all_beside(document: dict[str, Any], name: str, tiny: Path, folder: Path) -> dict[str, Any]:
@@ -309,22 +310,39 @@ def assert_all_equal(straight: Workspace, broken: Workspace, *, steps: int) -> N
         assert other[part] == expected, part
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in BESIDE])
+@pytest.mark.parametrize(
+    "name", [name if name != "adapter" else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE]
+)
 def test_a_run_that_was_interrupted_goes_on_with_all_that_it_had(
-    tiny: Path, tmp_path: Path, teachers_document: Callable[..., dict[str, Any]], name: str
+    tiny: Path,
+    tmp_path: Path,
+    teachers_document: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     # ms-swift #9935, open-instruct #1523, DN-MOPD patches: what is forgotten on resume
     config = load_teachers(made(tiny, tmp_path, teachers_document, name))
     straight, broken = (Workspace(tmp_path / where) for where in ("straight", "broken"))
     run_distill(config, straight, base=tmp_path)
     last = random.choice([2, 3])
-    begun = []
+    begun: list[int] = []
 
     def on_step(done: int, metrics: dict[str, Any]) -> None:
         begun.append(metrics["step"])
         if done == last and begun.count(last - 1) == 1:  # committed and logged, and its state not yet written
             raise KeyboardInterrupt
 
+    sample = StepRollouts.sample
+
+    def until_the_second(*arguments: Any, **options: Any) -> Any:
+        if begun:  # the state of the first step is written, and nothing of the second is there
+            raise KeyboardInterrupt
+        return sample(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepRollouts, "sample", until_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            run_distill(config, broken, base=tmp_path, on_step=on_step)
     with pytest.raises(KeyboardInterrupt):
         run_distill(config, broken, base=tmp_path, on_step=on_step)
     assert not broken.checkpoint("merged").exists()

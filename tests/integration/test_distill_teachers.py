@@ -177,6 +177,7 @@ def test_a_run_begins_where_its_warm_up_ends(tiny: Path, distil: Distil, teacher
     assert {r["policy_version"] for r in first} == {0}
 
 
+@pytest.mark.slow
 def test_a_warm_up_goes_on_from_the_merge(distil: Distil, teachers_document: Document) -> None:
     warm_up = {"steps": 1, "batch_size": 24, "samples": 4, "wrong": "keep"}
     train = {"steps": 1, "max_new_tokens": 24}
@@ -218,7 +219,7 @@ def said(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("objective", ["sampled", "exact"])
+@pytest.mark.parametrize("objective", ["exact", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_answers_of_a_file_train_beside_teachers_that_score_and_do_not_dilute_them(
     said: str, distil: Distil, teachers_document: Document, objective: str
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_rewards_survive_packing() -> None:
     assert unpack(packed)["a"].tolist() == [0.0, 1.0, 0.25, 0.3333]
 
 
-shares = st.floats(0, 1, allow_nan=False)
+shares = st.floats(0, 1) | st.sampled_from(list(asdict(Thresholds()).values()))
 
 
 @settings(deadline=None)
