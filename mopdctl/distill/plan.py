@@ -11,7 +11,7 @@ from mopdctl.distill.blackbox.book import check_answered
 from mopdctl.distill.blackbox.texts import read_answers
 from mopdctl.distill.curriculum import check_curriculum
 from mopdctl.distill.merging.sources import open_sources
-from mopdctl.distill.prompts import RunPrompts, prompt_digests, read_run_prompts
+from mopdctl.distill.prompts import RunPrompts, read_run_prompts
 from mopdctl.distill.teachers import teacher_source
 from mopdctl.files import file_digest
 from mopdctl.rollouts.held_out import check_all_verifiable
@@ -84,7 +84,7 @@ def run_record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[s
     train = config.train
     if train.reference is not None:
         record["train"]["reference"] = model_identity(workspace.resolve_model(train.reference, relative_to=base))
-    record["prompts"] = prompt_digests(config, base)[""]  # those of teachers' own files stand with them
+    record["prompts"] = file_digest(base / config.prompts) if config.prompts else None
     if train.eval_prompts:
         record["train"]["eval_prompts"] = file_digest(base / train.eval_prompts)
     if train.anchor.sft_data is not None:
@@ -105,6 +105,8 @@ def _teacher_digests(alias: str, teacher: Teacher, workspace: Workspace, base: P
     if teacher.answers is not None:
         files = data_files(teacher.answers, base=base, workspace=workspace.root)
         found["answers"] = {file.name: file_digest(file) for file in files}
+    if teacher.prompts is not None:
+        found["prompts"] = file_digest(base / teacher.prompts)
     return found
 
 
