@@ -118,7 +118,7 @@ def test_the_thresholds_of_the_advice_are_those_in_the_readme() -> None:
         r"^\| `(?:warm-up first|sampled|exact)` \| .*$", section("Merging teachers"), re.MULTILINE
     )
     limits = (advice.WARM_UP_BELOW_MASS, advice.WARM_UP_BELOW_OVERLAP, advice.WARM_UP_FROM_IMPOSSIBLE)
-    assert re.findall(r"(\d+) %", warm_up) == [f"{100 * limit:.0f}" for limit in limits]
+    assert re.findall(r"([\d.]+) %", warm_up) == [f"{100 * limit:g}" for limit in limits]
     assert re.findall(r"(\d+) %", sampled) == []
     assert re.findall(r"(\d+) %", exact) == [
         f"{100 * limit:.0f}" for limit in (advice.EXACT_FROM_MASS, advice.EXACT_FROM_OVERLAP)
