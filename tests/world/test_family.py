@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from mopdctl.distill.overlap.advice import Support, advise, overall
 from mopdctl.errors import InputError
 from mopdctl.runs import Workspace
-from mopdctl.world.family import main, workspace_of
-from mopdctl.world.family_config import grpo_of, teachers_of
-from mopdctl.world.family_document import steps_to_teacher, summarize_advice, to_document
-from mopdctl.world.family_fit import Cell, Thresholds, arm_for, fit
-from mopdctl.world.family_plan import ADVISED, ARMS, BASE, SETTINGS, full_scale, quick_scale
-from mopdctl.world.family_pool import Key, is_done, mark_path, priorities, run_all, run_marked
-from mopdctl.world.family_scores import pack, unpack
-from mopdctl.world.family_stages import Stage, build_stages
-from mopdctl.world.family_table import Recovery, less, over_seeds, recover, regret
-from mopdctl.world.family_text import to_markdown
+from mopdctl.world.family.config import grpo_of, teachers_of
+from mopdctl.world.family.document import steps_to_teacher, summarize_advice, to_document
+from mopdctl.world.family.fit import Cell, Thresholds, arm_for, fit
+from mopdctl.world.family.plan import ADVISED, ARMS, BASE, SETTINGS, full_scale, quick_scale
+from mopdctl.world.family.pool import Key, is_done, mark_path, priorities, run_all, run_marked
+from mopdctl.world.family.run import main, workspace_of
+from mopdctl.world.family.scores import pack, unpack
+from mopdctl.world.family.stages import Stage, build_stages
+from mopdctl.world.family.table import Recovery, less, over_seeds, recover, regret
+from mopdctl.world.family.text import to_markdown
 from mopdctl.world.files import write_configs
 
 

@@ -10,10 +10,10 @@ from mopdctl.distill.overlap.run import report_path
 from mopdctl.files import read_json
 from mopdctl.runs import Workspace, package_versions, read_metrics
 from mopdctl.world.domains import DOMAINS
-from mopdctl.world.family_plan import ADVISED, ARMS, BASE, SETTINGS, Scale, arms_of
-from mopdctl.world.family_pool import mark_path
-from mopdctl.world.family_scores import Rewards, read_rewards, unpack
-from mopdctl.world.family_table import Recovery, over_seeds, recover, regret
+from mopdctl.world.family.plan import ADVISED, ARMS, BASE, SETTINGS, Scale, arms_of
+from mopdctl.world.family.pool import mark_path
+from mopdctl.world.family.scores import Rewards, read_rewards, unpack
+from mopdctl.world.family.table import Recovery, over_seeds, recover, regret
 
 SCHEMA = "mopdctl.family/1"
 _REACHED = (50, 80, 90, 100)

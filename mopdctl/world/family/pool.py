@@ -19,7 +19,7 @@ from mopdctl.errors import InputError
 from mopdctl.files import fingerprint, read_json, write_json
 from mopdctl.runs import Workspace
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
-from mopdctl.world.family_stages import Stage
+from mopdctl.world.family.stages import Stage
 
 Key = tuple[int, str]
 """Seed and name of a stage."""

@@ -13,9 +13,9 @@ from mopdctl.files import write_jsonl
 from mopdctl.runs import Workspace
 from mopdctl.world.data import distinct, generate, prompt_row, sft_row
 from mopdctl.world.domains import AGENT_DOMAIN, DOMAINS, SPECIALIST_DOMAINS
-from mopdctl.world.family_config import agent_of, grpo_of, read_config, sft_of, teachers_of
-from mopdctl.world.family_plan import ARMS, BASE, SETTINGS, TAUGHT, Scale, arms_of
-from mopdctl.world.family_scores import score_model
+from mopdctl.world.family.config import agent_of, grpo_of, read_config, sft_of, teachers_of
+from mopdctl.world.family.plan import ARMS, BASE, SETTINGS, TAUGHT, Scale, arms_of
+from mopdctl.world.family.scores import score_model
 from mopdctl.world.files import config_path, write_world
 
 _SEARCHED = 100

@@ -4,12 +4,11 @@
     python -m mopdctl.world.family --md out.json
     python -m mopdctl.world.family --fit out.json --fit-seeds 3,4
 
-All arms run in one setting (`family_plan.ARMS`), the three that `mopdctl overlap` chooses between in every setting. The
+All arms run in one setting (`plan.ARMS`), the three that `mopdctl overlap` chooses between in every setting. The
 same command goes on where an earlier one was killed or ran out of time; the document then says what is still pending.
 """
 
 import argparse
-import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +16,12 @@ from pathlib import Path
 from mopdctl.errors import InputError
 from mopdctl.files import dump_json, read_json
 from mopdctl.runs import Workspace
-from mopdctl.train.runtime import prepare_runtime
-from mopdctl.world.family_document import SCHEMA, collect, to_document
-from mopdctl.world.family_fit import fit
-from mopdctl.world.family_plan import ARMS, SETTINGS, Scale, full_scale, quick_scale
-from mopdctl.world.family_pool import Key, is_done, mark_path, run_marked, run_stages
-from mopdctl.world.family_stages import WORLD, Stage, build_stages
-from mopdctl.world.family_text import to_markdown
+from mopdctl.world.family.document import SCHEMA, collect, to_document
+from mopdctl.world.family.fit import fit
+from mopdctl.world.family.plan import ARMS, SETTINGS, Scale, full_scale, quick_scale
+from mopdctl.world.family.pool import Key, is_done, mark_path, run_marked, run_stages
+from mopdctl.world.family.stages import WORLD, Stage, build_stages
+from mopdctl.world.family.text import to_markdown
 from mopdctl.world.files import write_configs
 
 
@@ -107,7 +105,7 @@ def run(
         ended += seconds is not None
         took = "failed" if seconds is None else f"{seconds:.0f} s"
         line = f"{time.monotonic() - began:6.0f} s  {ended} of {len(stages)}  seed {key[0]}  {key[1]}  {took}"
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
+        print(line, file=sys.stderr, flush=True)
 
     outcome = run_stages(
         stages,
@@ -151,8 +149,3 @@ def _read(path: Path) -> dict[str, object]:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-if __name__ == "__main__":
-    prepare_runtime()
-    sys.exit(main())

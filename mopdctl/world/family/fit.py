@@ -9,9 +9,9 @@ import numpy as np
 
 from mopdctl.distill.overlap import advice
 from mopdctl.errors import InputError
-from mopdctl.world.family_document import recoveries
-from mopdctl.world.family_plan import ADVISED, SETTINGS
-from mopdctl.world.family_table import Recovery, regret
+from mopdctl.world.family.document import recoveries
+from mopdctl.world.family.plan import ADVISED, SETTINGS
+from mopdctl.world.family.table import Recovery, regret
 
 _VALUES = 9
 """Candidates of each threshold beside the present one: midpoints between what was measured, evenly chosen."""

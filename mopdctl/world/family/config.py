@@ -9,7 +9,7 @@ from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.runs import Workspace
 from mopdctl.world.domains import AGENT_DOMAIN, DOMAINS
-from mopdctl.world.family_plan import ARMS, SETTINGS, Arm, Scale, domains_of
+from mopdctl.world.family.plan import ARMS, SETTINGS, Arm, Scale, domains_of
 from mopdctl.world.files import config_path
 
 _SELF = "self"

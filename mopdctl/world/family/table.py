@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopdctl.world.family_scores import Rewards
+from mopdctl.world.family.scores import Rewards
 
 MIN_GAP = 1.0
 """A teacher that is less than so many points ahead of the student has nothing to pass on."""
