@@ -9,6 +9,7 @@ same command goes on where an earlier one was killed or ran out of time; the doc
 """
 
 import argparse
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
