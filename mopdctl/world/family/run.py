@@ -106,7 +106,7 @@ def run(
         ended += seconds is not None
         took = "failed" if seconds is None else f"{seconds:.0f} s"
         line = f"{time.monotonic() - began:6.0f} s  {ended} of {len(stages)}  seed {key[0]}  {key[1]}  {took}"
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
     outcome = run_stages(
         stages,
