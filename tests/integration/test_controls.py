@@ -55,6 +55,8 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_all_controls_are_made_on_the_budget_of_the_run_and_made_once(
     cli: Cli, tiny: Path, teachers: Path, tmp_path: Path
 ) -> None:
+
+pytestmark = pytest.mark.slow  # every test trains
     place = Workspace(tmp_path / "w")
     arguments = ["distill", "--teachers", teachers, "--workspace", place.root, "--controls", "--json"]
     done = cli(*arguments)

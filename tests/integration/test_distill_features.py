@@ -40,6 +40,8 @@ SOMETIMES, ALWAYS, NEVER = (
     {"kind": "letter", "letter": "e", **bounds} for bounds in ({"min": 1}, {"max": 99}, {"min": 99})
 )
 
+pytestmark = pytest.mark.slow  # every test trains
+
 
 class StopError(Exception):
     pass

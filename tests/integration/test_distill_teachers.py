@@ -22,6 +22,8 @@ from mopdctl.records import Sample
 from mopdctl.runs import Workspace, read_metrics
 from mopdctl.store.store import Store
 
+pytestmark = pytest.mark.slow  # every test trains
+
 Document = Callable[..., dict[str, Any]]
 Distil = Callable[..., SimpleNamespace]
 Finished = Callable[..., SimpleNamespace]

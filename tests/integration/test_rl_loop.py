@@ -96,8 +96,8 @@ def first_gradients(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Ten
     made: list[Any] = []
     begin, step = Session.__init__, Optimizers.step
 
-    def begun(self: Session, folder: Path, model: Any, config: Any, on_step: Any) -> None:
-        begin(self, folder, model, config, on_step)
+    def begun(self: Session, folder: Path, model: Any, config: Any, on_step: Any, **more: Any) -> None:
+        begin(self, folder, model, config, on_step, **more)
         made.append(model.model)
 
     def stepped(self: Optimizers, rate: float, max_grad_norm: float) -> float:
@@ -246,7 +246,7 @@ def test_one_answer_with_a_teachers_advantage_has_the_gradient_of_distill(
         import mopdctl.distill.run as distill_run
         from mopdctl.rollouts.jobs import make_job
 
-        def jobs(book: Any, rows: Any, *, step: int, config: TeachersFile) -> list[Any]:
+        def jobs(book: Any, rows: Any, teachers: Any, *, step: int, config: TeachersFile) -> list[Any]:
             return [
                 make_job(
                     book.prompts[row],

@@ -152,6 +152,17 @@ ARMS = {
     "sampled-merge-start": Arm(
         "sampled token, from a merge at the recipe's scale", train=_SAMPLED | {"warm_start": "merge"}
     ),
+    "jsd-merge-start": Arm(
+        "Jensen-Shannon divergence, from a merge", train={"divergence": "jsd", "warm_start": "merge"}
+    ),
+    "trust-merge-start": Arm(
+        "exact, half-way to the teacher, from a merge", train={"trust_region": 0.5, "warm_start": "merge"}
+    ),
+    "jsd-merge-warm-up": Arm(
+        "Jensen-Shannon divergence, from a merge and SFT on the teachers' answers",
+        train={"divergence": "jsd", "warm_start": "merge"},
+        warm_up=0.3,
+    ),
     "balance": Arm("exact, equal shares of the gradient", train={"balance": {"mode": "share"}}),
     "token-mean": Arm("exact, mean over tokens in place of answers", train={"loss_reduction": "token"}),
     "merge": Arm("control: task arithmetic, scales searched", kind="task-arithmetic"),

@@ -3,11 +3,11 @@
 import math
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mopdctl.config.rl import RlTrainConfig
 from mopdctl.rl.losses import DISTILLATION, REWARD, policy_loss
@@ -130,8 +130,8 @@ def by_batches(sequences: list[TrainSequence], train: RlTrainConfig, pieces: int
         keys = [(s.sample_id, position) for s in batch.sequences for position, on in enumerate(s.loss_mask) if on]
         by_id = {s.sample_id: s for s in batch.sequences}
         logits_NV = torch.tensor([logits_of(by_id[name], position) for name, position in keys], requires_grad=True)
-        found = algorithm(logits_NV, batch)
-        loss: Tensor = (found.loss_N * batch.coefficients_N).sum()
+        found = algorithm(SimpleNamespace(logits_NV=logits_NV), batch)
+        loss = found.loss
         loss.backward()
         assert logits_NV.grad is not None
         result.loss += float(loss.detach())
