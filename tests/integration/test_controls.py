@@ -17,6 +17,8 @@ from mopdctl.runs import Workspace, read_card, read_metrics
 from mopdctl.store.store import Store
 
 Cli = Callable[..., SimpleNamespace]
+pytestmark = pytest.mark.slow  # every test trains
+
 Document = Callable[..., dict[str, Any]]
 KINDS = ["merge", "linear", "ties", "seqkd", "only-arithmetic", "only-structured", "only-tools", "rl"]
 
@@ -55,8 +57,6 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_all_controls_are_made_on_the_budget_of_the_run_and_made_once(
     cli: Cli, tiny: Path, teachers: Path, tmp_path: Path
 ) -> None:
-
-pytestmark = pytest.mark.slow  # every test trains
     place = Workspace(tmp_path / "w")
     arguments = ["distill", "--teachers", teachers, "--workspace", place.root, "--controls", "--json"]
     done = cli(*arguments)
