@@ -249,7 +249,7 @@ def test_the_tours_of_rl_and_pivots_work_offline(tmp_path: Path) -> None:
     whole, pivots = (useful_groups(workspace / "runs" / name, "errands") for name in ("sample-rl", "sample-agent"))
     assert sum(useful_groups(workspace / "runs/sample-rl", "lookup")) > 0
     assert 0 < sum(whole) < 16
-    assert sum(pivots[:3]) > 18
+    assert sum(pivots[:3]) > 9  # of 36 groups; later it knows most of them
     assert sum(pivots[:3]) > sum(pivots[-3:])
     assert "abstention/1, state_replay/1" in shown["mopdctl store inspect sample-rl"]
     selection = json.loads((workspace / "pivots/sample-errands/selection.json").read_text("utf-8"))
