@@ -42,9 +42,9 @@ _Found = Counter[tuple[str, str]]
 
 
 def import_atif(row: dict[str, Any], place: str) -> Iterator[Trajectory]:
-    """The trajectory of a document, and those of the subagents embedded in it. Raises UnusableError for the first.
+    """The trajectory of a document, and those that are embedded in it. Raises UnusableError for the first.
 
-    A subagent that cannot be read is a note of its parent.
+    An embedded one that cannot be read is a note of its parent.
     """
     yield from _trajectories(row, place, parent="")
 

@@ -35,7 +35,7 @@ def run_stages(
     done: set[str] = set()
     running: dict[Future[float], Stage] = {}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker, initargs=(os.getpid(),)) as pool:
         try:
             while waiting or running:
                 ready = [stage for stage in waiting if done.issuperset(stage.needs)]
@@ -55,7 +55,7 @@ def run_stages(
             raise
 
 
-def _begin(parent: int) -> None:
+def begin_worker(parent: int) -> None:
     """Makes a worker quiet, single-threaded, and gone soon after the process that it works for."""
 
     def watch() -> None:

@@ -6,7 +6,6 @@ goes on from its own last state.
 
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -18,8 +17,8 @@ from typing import Any
 from mopdctl.errors import InputError
 from mopdctl.files import fingerprint, read_json, write_json
 from mopdctl.runs import Workspace
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 from mopdctl.world.family.stages import Stage
+from mopdctl.world.workers import begin_worker
 
 Key = tuple[int, str]
 """Seed and name of a stage."""
@@ -149,22 +148,10 @@ def run_stages(
 
 
 def _begin(parent: int, number: "Synchronized[int]") -> None:
-    """Makes a worker quiet, single-threaded, on one core, and gone soon after the process that it works for."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    """Begins a worker on a core of its own."""
     with number.get_lock():
         mine = number.value
         number.value += 1
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[mine % len(cores)]})  # its verifiers too: they start one process per core
-    os.dup2(2, 1)  # stdout belongs to the result of the command
-    prepare_runtime()
-    import torch
-
-    torch.set_num_threads(1)
-    quiet_libraries()
+    begin_worker(parent)
