@@ -18,11 +18,9 @@ from mopdctl.config.balance import CurriculumConfig
 from mopdctl.engines.base import stream_seed
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt, Sample
+from mopdctl.rollouts.verdicts import earned
 from mopdctl.store.store import Store
 from mopdctl.train.distributed import gather_objects
-from mopdctl.verifiers import VerdictState
-
-_FAILED = (VerdictState.PARSE_ERROR, VerdictState.TIMEOUT)
 
 
 class Outcome(NamedTuple):
@@ -34,14 +32,9 @@ class Outcome(NamedTuple):
     """In [0, 1], and a pass rate is a mean of these; None if the answer could not be checked."""
 
 
-def outcome(reward: float | None, verdict: str | None) -> float | None:
-    """What an answer earned: 0 if it has no form or hangs its check, None if it could not be checked."""
-    return 0.0 if verdict in _FAILED else reward
-
-
 def outcomes_of(samples: Iterable[Sample]) -> list[Outcome]:
     """The outcomes of the judged samples of all ranks. Every rank must call it."""
-    own = [Outcome(s.prompt_id, s.teacher_id, outcome(s.reward, s.verdict)) for s in samples]
+    own = [Outcome(s.prompt_id, s.teacher_id, earned(s.reward, s.verdict)) for s in samples]
     return [one for found in gather_objects(own) for one in found]
 
 
@@ -94,7 +87,7 @@ class PassRates:
         for row in table.to_pylist():
             made_in = int(row["group_id"].rpartition("/")[2])
             if made_in < step:
-                reward = outcome(row["reward"], row["verdict"])
+                reward = earned(row["reward"], row["verdict"])
                 steps.setdefault(made_in, []).append(Outcome(row["prompt_id"], row["teacher_id"], reward))
         for _, outcomes in sorted(steps.items()):
             self.observe(outcomes)

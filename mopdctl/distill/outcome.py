@@ -5,15 +5,8 @@ from collections.abc import Sequence
 from mopdctl.errors import MopdctlError
 from mopdctl.objective.group import group_advantages
 from mopdctl.records import Sample
+from mopdctl.rollouts.verdicts import earned
 from mopdctl.train import distributed
-from mopdctl.verifiers import VerdictState
-
-_EARNS_NOTHING = (VerdictState.PARSE_ERROR, VerdictState.TIMEOUT)
-
-
-def earned(sample: Sample) -> float | None:
-    """What an answer earned: its reward, 0 where it could not be read or ran too long, None where its check broke."""
-    return 0.0 if sample.verdict in _EARNS_NOTHING else sample.reward
 
 
 def outcome_advantages(samples: Sequence[Sample], step: int) -> dict[str, float]:
@@ -25,7 +18,7 @@ def outcome_advantages(samples: Sequence[Sample], step: int) -> dict[str, float]
     Source: MiMo-V2-Flash, Eq. 9 (A_ORM, e.g. of GRPO); see `objective.group`.
     """
     groups: dict[str, list[tuple[str, float]]] = {}
-    everyone = distributed.gather_objects([(s.group_id, s.sample_id, earned(s)) for s in samples])
+    everyone = distributed.gather_objects([(s.group_id, s.sample_id, earned(s.reward, s.verdict)) for s in samples])
     for group_id, sample_id, reward in (one for found in everyone for one in found):
         if reward is not None:
             groups.setdefault(group_id, []).append((sample_id, reward))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from mopdctl.config.tiers import TiersConfig
-from mopdctl.distill.curriculum import outcome
 from mopdctl.engines.base import Sampler, Scorer
 from mopdctl.errors import InputError
 from mopdctl.files import read_jsonl, write_jsonl
@@ -20,7 +19,7 @@ from mopdctl.records import Prompt, Sample
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.generate import RolloutLog, Tools, generate
 from mopdctl.rollouts.jobs import Job, make_job
-from mopdctl.rollouts.verdicts import Pool, judge
+from mopdctl.rollouts.verdicts import Pool, earned, judge
 from mopdctl.train import distributed
 from mopdctl.train.spans import ChatModel
 
@@ -209,12 +208,12 @@ def pass_rates(
     """The student's pass rate at some prompts: the mean reward of `samples` answers, of those that could be checked."""
     answers = _answers(book, rows, "tiers", samples, student, tools=tools, temperature=temperature, seed=seed)
     prompts = {prompt.prompt_id: prompt for prompt in (book.prompts[row] for row in rows)}
-    earned: dict[int, list[float]] = {row: [] for row in rows}
+    rewards: dict[int, list[float]] = {row: [] for row in rows}
     judged = judge([sample for _, sample in answers], prompts, student, pool)
     for (row, _), sample in zip(answers, judged, strict=True):
-        if (reward := outcome(sample.reward, sample.verdict)) is not None:
-            earned[row].append(reward)
-    return {row: math.fsum(rewards) / len(rewards) if rewards else None for row, rewards in earned.items()}
+        if (reward := earned(sample.reward, sample.verdict)) is not None:
+            rewards[row].append(reward)
+    return {row: math.fsum(found) / len(found) if found else None for row, found in rewards.items()}
 
 
 def confidences(

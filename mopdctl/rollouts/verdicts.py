@@ -110,6 +110,11 @@ def verdict_columns(verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def earned(reward: float | None, verdict: str | None) -> float | None:
+    """What an answer earned: 0 if it has no form or hangs its check, None if it could not be checked."""
+    return 0.0 if verdict in (VerdictState.PARSE_ERROR, VerdictState.TIMEOUT) else reward
+
+
 _TELLING = (VerdictState.INFRA_ERROR, VerdictState.TIMEOUT, VerdictState.INVALID_REFERENCE)
 
 

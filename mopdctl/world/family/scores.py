@@ -24,9 +24,9 @@ def score_model(workspace: Workspace, model: str, domains: Sequence[str]) -> Non
 
     Raises MopdctlError if one of them could not be checked: a pair would lack its other half.
     """
-    from mopdctl.distill.outcome import earned
     from mopdctl.rollouts.prompts import read_prompts
     from mopdctl.rollouts.run import RolloutSpec, run_rollout
+    from mopdctl.rollouts.verdicts import earned
     from mopdctl.store.store import Store
 
     prompts = read_prompts(workspace.root / "data" / "scored.jsonl", ("domain",))
@@ -35,7 +35,10 @@ def score_model(workspace: Workspace, model: str, domains: Sequence[str]) -> Non
         f"scored.{model}", model, asked, max_new_tokens=128, temperature=0, batch_size=256, durability="off"
     )
     run_rollout(spec, workspace)
-    found = {sample.prompt_id: earned(sample) for sample in Store(workspace.rollouts(spec.name)).scan()}
+    found = {
+        sample.prompt_id: earned(sample.reward, sample.verdict)
+        for sample in Store(workspace.rollouts(spec.name)).scan()
+    }
     rewards: dict[str, list[float]] = {domain: [] for domain in domains}
     for prompt in asked:
         reward = found[prompt.prompt_id]

@@ -19,7 +19,6 @@ from mopdctl.distill.curriculum import (
     check_curriculum,
     curriculum_rows,
     log_weights,
-    outcome,
     outcome_metrics,
     outcomes_of,
     weighted_order,
@@ -27,6 +26,7 @@ from mopdctl.distill.curriculum import (
 from mopdctl.engines.base import stream_seed
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt, Sample
+from mopdctl.rollouts.verdicts import earned
 from mopdctl.store.store import Store, StoreWriter
 from mopdctl.verifiers import VerdictState
 
@@ -88,7 +88,7 @@ def test_what_could_not_be_checked_says_nothing_and_is_counted() -> None:
 )
 def test_a_broken_check_is_no_failure_of_the_student(state: Any, reward: Any, want: Any) -> None:
     # DN-MOPD counted what its judge could not check as wrong.
-    assert outcome(reward, state and state.value) == want
+    assert earned(reward, state and state.value) == want
 
 
 @given(st.lists(st.sampled_from([0.0, 0.3, 0.7, 1.0]), min_size=1, max_size=8), st.randoms(use_true_random=False))
