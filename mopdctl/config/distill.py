@@ -111,6 +111,11 @@ class DistillTrainConfig(OnPolicyConfig):
             raise ValueError("`jsd_teacher_share` needs `divergence: jsd`")
         if self.top_k == 1 and self.top_k_tail == "renormalize" and self.objective == "top_k":
             raise ValueError("`top_k: 1` renormalized is 0 whatever the models say; use `top_k_tail: bucket`")
+        if self.objective == "sampled" and self.trust_region != 1 and self.extrapolation != 1:
+            raise ValueError(
+                "`trust_region` and `extrapolation` together need `objective: exact` or `top_k`: a mixture takes the "
+                "extrapolated probability, of which the sampled token alone does not know the norm"
+            )
         if self.outcome_weight and (self.objective != "sampled" or self.samples_per_prompt < 2):
             raise ValueError("`outcome_weight` needs `objective: sampled` and `samples_per_prompt` of at least 2")
         if self.lora and (self.optimizer == "muon" or self.warm_start == "merge"):

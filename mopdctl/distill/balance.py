@@ -27,9 +27,10 @@ _NO_SCORES = (
 
 
 def check_balance(config: BalanceConfig, aliases: Collection[str], *, scored_before: bool) -> None:
-    """Raises InputError for targets that do not name every teacher, and for `sigma` without its input.
+    """Raises InputError for targets that do not name each of `aliases`, and for `sigma` without its input.
 
-    `scored_before` says whether teachers score the samples before the update, so that their log-ratios are known.
+    `aliases` are the teachers that score the student's tokens; `scored_before` says whether they do so before the
+    update, so that their log-ratios are known.
     """
     if config.target_shares:
         missing = sorted(set(aliases) - config.target_shares.keys())
@@ -49,6 +50,7 @@ def balanced(
     config: BalanceConfig,
     weights: Mapping[str, float],
     *,
+    targets: Mapping[str, float] | None = None,
     last: Mapping[str, Any] | None,
 ) -> tuple[list[TrainSequence], dict[str, Any]]:
     """This rank's sequences of a step with their factors in `weight`, and the metrics of the balance.
@@ -64,13 +66,15 @@ def balanced(
     Args:
         sequences: With lambda in `weight`.
         config: The mode and its settings.
-        weights: Alias to lambda, of every teacher.
+        weights: Alias to lambda, of every teacher that scores the student's tokens.
+        targets: Alias to its share of the gradient norm where `target_shares` names none, in any unit; None takes
+            `weights`.
         last: The metrics of the step before, None in the first.
     """
     if config.mode == "fixed":
         return list(sequences), {}
     spreads = _spreads(sequences, weights)
-    found = {"share": next_share_factors(config, weights, last=last)}
+    found = {"share": next_share_factors(config, weights, targets=targets, last=last)}
     if spreads:
         found["sigma"] = sigma_factors(spreads, low=config.low, high=config.high)
     elif config.mode == "sigma" and _are_judged(sequences, weights):
@@ -84,7 +88,11 @@ def balanced(
 
 
 def next_share_factors(
-    config: BalanceConfig, weights: Mapping[str, float], *, last: Mapping[str, Any] | None
+    config: BalanceConfig,
+    weights: Mapping[str, float],
+    *,
+    targets: Mapping[str, float] | None = None,
+    last: Mapping[str, Any] | None,
 ) -> dict[str, float]:
     """The factors of `share` after a step with metrics `last`: as they were, unless it measured gradient shares."""
     if last is None:
@@ -92,10 +100,11 @@ def next_share_factors(
     before: dict[str, float] = last["balance/share_factor"]
     shares: Mapping[str, float | None] = last.get("policy/grad_share", {})
     applied = last["balance/factor"]
+    wanted = config.target_shares or targets or weights
     return share_factors(
         before,
         {alias: share / applied[alias] for alias, share in shares.items() if share and alias in applied},
-        config.target_shares or weights,
+        {alias: wanted[alias] for alias in weights},
         weights,
         memory=config.memory,
         low=1 / SHARE_BOUND,

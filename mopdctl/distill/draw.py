@@ -138,7 +138,10 @@ def draw_run(
 
 
 def sampling_factors(
-    pools: Mapping[str, Sequence[int]], sampling_weights: Mapping[str, float] | None
+    pools: Mapping[str, Sequence[int]],
+    sampling_weights: Mapping[str, float] | None,
+    *,
+    of: Callable[[str], str] = lambda alias: "",
 ) -> dict[str, float]:
     """What each teacher's lambda is multiplied with, so that sampling weights do not change what is optimized.
 
@@ -148,8 +151,15 @@ def sampling_factors(
     d has about q_d B, so that with `loss_reduction: sequence` the expected loss of its answers is lambda_d p_d times
     their mean whatever the sampling weights; with `token` the ratio of any two teachers' is, while the number of loss
     tokens, by which all are divided, is that of the batch as drawn. 1 for all without weights.
+
+    `of` names the denominator that a teacher's loss has: p and q are shares among those that have the same, since how
+    often one is drawn changes nothing for another's mean.
     """
     if sampling_weights is None:
         return dict.fromkeys(sorted(pools), 1.0)
-    prompts, total = sum(map(len, pools.values())), sum(sampling_weights[alias] for alias in sorted(pools))
-    return {alias: (len(rows) / prompts) / (sampling_weights[alias] / total) for alias, rows in sorted(pools.items())}
+    found = {}
+    for alias, rows in sorted(pools.items()):
+        group = [other for other in pools if of(other) == of(alias)]
+        share_of_prompts = len(rows) / sum(len(pools[other]) for other in group)
+        found[alias] = share_of_prompts * sum(sampling_weights[other] for other in group) / sampling_weights[alias]
+    return found

@@ -64,7 +64,6 @@ def start(book: PromptBook, rows: dict[str, list[int]], student: HFModel, teache
     for alias in rows.keys() & teachers.by_alias.keys():
         with teachers.resident(alias) as teacher:
             said[alias] = mean_reward(teacher, book, rows[alias])
-    teachers.take_forwarded()  # what is counted is the scoring of rollouts
     return HeldOut(book, rows, before, said)
 
 

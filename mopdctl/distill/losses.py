@@ -77,16 +77,14 @@ def sampled_token_loss(config: DistillTrainConfig) -> Algorithm:
 
 def _advantage(config: DistillTrainConfig, prox_N: Tensor, streams: dict[str, Tensor]) -> Tensor:
     """A_t: from the teacher, bent as the run wants it, then clipped, then with the outcome's advantage added."""
-    advantage_N = extrapolated_advantage(
-        streams["teacher_logprobs"],
-        prox_N,
-        streams.get("reference_logprobs"),
-        extrapolation=config.extrapolation,
-        clip=config.advantage_clip if config.trust_region == 1 else None,
-    )
+    teacher_N, clip = streams["teacher_logprobs"], config.advantage_clip
     if config.trust_region != 1:
-        target_N = prox_N + advantage_N
-        advantage_N = trust_region_advantage(target_N, prox_N, alpha=config.trust_region, clip=config.advantage_clip)
+        advantage_N = trust_region_advantage(teacher_N, prox_N, alpha=config.trust_region, clip=clip)
+    else:
+        reference_N = streams.get("reference_logprobs")
+        advantage_N = extrapolated_advantage(
+            teacher_N, prox_N, reference_N, extrapolation=config.extrapolation, clip=clip
+        )
     if config.outcome_weight:
         advantage_N = outcome_mixed_advantage(advantage_N, streams["outcome_advantages"], alpha=config.outcome_weight)
     return advantage_N

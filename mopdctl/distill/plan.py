@@ -13,7 +13,8 @@ from mopdctl.distill.curriculum import check_curriculum
 from mopdctl.distill.merging.sources import open_sources
 from mopdctl.distill.prompts import RunPrompts, read_run_prompts
 from mopdctl.distill.teachers import teacher_source
-from mopdctl.files import file_digest
+from mopdctl.distill.warmup import REPORT, WARM_UP
+from mopdctl.files import file_digest, read_json
 from mopdctl.rollouts.held_out import check_all_verifiable
 from mopdctl.runs import Workspace, check_name_is_ours, model_identity, read_metrics
 from mopdctl.train.rows import count_rows, data_files
@@ -27,7 +28,8 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
     found = read_run_prompts(config, base=base)
     scoring = [alias for alias, teacher in config.teachers.items() if not teacher.is_black_box]
     scored_before = bool(scoring) and config.train.objective == "sampled"
-    check_balance(config.train.balance, config.teachers, scored_before=scored_before)
+    scoring = [alias for alias, teacher in config.teachers.items() if not teacher.is_black_box]
+    check_balance(config.train.balance, scoring, scored_before=scored_before)
     if config.train.curriculum is not None:
         check_curriculum(found.prompts)
     if config.train.warm_up is not None:
@@ -129,6 +131,8 @@ def run_card(config: TeachersFile, record: dict[str, Any], folder: Path) -> dict
             for alias, teacher in sorted(config.teachers.items())
         },
     }
+    if (warmed := folder / WARM_UP / REPORT).exists():
+        card["warm_up"] = read_json(warmed)
     history = [row for row in read_metrics(folder) if "held_out/score" in row]
     if history:
         card["steps_to_reach_teacher"] = held_out.reached(history)

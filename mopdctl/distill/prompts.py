@@ -7,13 +7,10 @@ from pathlib import Path
 
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.draw import assigned, checked_sampling_weights, read_pools
-from mopdctl.distill.tiers import Serving, by_tier, check_tiers, needs_confidence
+from mopdctl.distill.tiers import SPECIALIST, Serving, by_tier, check_tiers, needs_confidence
 from mopdctl.errors import InputError
 from mopdctl.files import file_digest
 from mopdctl.records import Prompt
-
-SPECIALIST = 2
-"""The tier that serves a prompt unless a profile says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,8 @@ def serve(prompts: list[Prompt], owners: Sequence[str | None], config: TeachersF
     without a prompt, and settings of tiers or draw that cannot be met.
     """
     assigned(prompts, owners, lambda prompt: checked_teacher(prompt, config))
-    serving = [
-        {SPECIALIST: owner} if owner else serving_of(prompt, config)
+    serving: list[Serving] = [
+        {config.teachers[owner].tier: owner} if owner else serving_of(prompt, config)
         for prompt, owner in zip(prompts, owners, strict=True)
     ]
     found = RunPrompts(prompts, serving)

@@ -26,6 +26,7 @@ from mopdctl.distill.tiers import route_by_tiers, tier_counts
 from mopdctl.engines.adapters import AdaptedModel, own_weights
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.tokenizers import identify, tokenizer_fingerprint
+from mopdctl.errors import InputError
 from mopdctl.records import Prompt, Sample
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.step import OnNote, StepRollouts
@@ -120,9 +121,10 @@ def run_distill(
         pools = course.answerable(pools_of(teacher_of))
         sampling = checked_sampling_weights({alias: config.teachers[alias].sampling_weight for alias in pools})
         drawn = draw_run(pools, sampling, steps=train.steps, batch_size=train.batch_size, seed=train.seed)
-        weights = {
-            alias: config.teachers[alias].weight * factor for alias, factor in sampling_factors(pools, sampling).items()
-        }
+        on_draw = sampling_factors(pools, sampling, of=lambda alias: config.teachers[alias].gives)
+        weights = {alias: config.teachers[alias].weight * factor for alias, factor in on_draw.items()}
+        scoring = {alias: weight for alias, weight in weights.items() if alias not in course.aliases}
+        targets = {alias: config.teachers[alias].weight for alias in scoring}
         measure = held_out.start(*held, student, teachers) if held else None
         begin(
             config,
@@ -154,6 +156,7 @@ def run_distill(
             rates = PassRates(train.curriculum, prompts) if train.curriculum else None
             if rates:
                 rates.resume(Store(workspace.rollouts(config.name)), session.first)
+            teachers.take_forwarded()  # what is counted from here on is the scoring of rollouts
             for step in range(session.first, train.steps):
                 clock = Clock()
                 rows = drawn[step].tolist()
@@ -172,7 +175,7 @@ def run_distill(
                     sequences = score(
                         scored, teachers, student, config, weights=weights, reference=reference, outcomes=outcomes
                     )
-                    sequences, seen = balanced(sequences, train.balance, weights, last=last)
+                    sequences, seen = balanced(sequences, train.balance, scoring, targets=targets, last=last)
                     sequences += anchor_sequences(anchor, train.anchor, step, train.seed)
                     sequences += course.sequences(rows, samples, student, step=step, weights=weights)
                 if snapshot:
@@ -195,7 +198,7 @@ def run_distill(
                 extra = dict(own_weights(snapshot.model)) if snapshot else {}
                 session.end_step(step, metrics, extra={**extra, **course.state()} or None)
             rollouts.finish()
-        session.publish(target, run_card(config, record, folder), record)
+        session.publish(target, run_card(config, record, folder) | course.card(), record)
     return target
 
 
@@ -215,8 +218,10 @@ def _check_heads(models: Sequence[HFModel], teachers: Teachers) -> None:
     for model in models:
         _ = model.head
     for alias in teachers.by_alias:
-        teachers.head(alias)
-    teachers.take_forwarded()  # what is counted is the scoring of rollouts
+        try:
+            teachers.head(alias)
+        except InputError as error:
+            raise InputError(f"teacher {alias!r}: {error}") from None
 
 
 def _forwarded(teachers: Teachers) -> dict[str, int]:

@@ -14,7 +14,7 @@ from mopdctl.distill.teachers import Teachers
 from mopdctl.engines.hf import HFModel
 from mopdctl.records import Sample
 from mopdctl.train.batch import TrainSequence
-from mopdctl.train.policy import train_sequence
+from mopdctl.train.policy import train_sequence, with_teacher_logprobs
 from mopdctl.train.step import Accumulated
 
 
@@ -81,25 +81,17 @@ def with_scores(samples: Sequence[Sample], sequences: Sequence[TrainSequence], r
 
     A sample of which nothing was said, that of a black box, stays as it is.
     """
-    known = {s.sample_id: s for s in sequences if "teacher_logprobs" in s.streams}
-    told = result.streams.get("teacher_logprobs", {})
-    hidden = result.hidden.get(TEACHER, {})
+    told, hidden = result.streams.get("teacher_logprobs", {}), result.hidden.get(TEACHER, {})
 
-    def found(sample: Sample) -> list[float] | None:
-        if sample.sample_id in known:
-            sequence = known[sample.sample_id]
-            values = zip(sequence.streams["teacher_logprobs"], sequence.loss_mask, strict=True)
-            return [value for value, active in values if active]
-        return told.get(sample.sample_id, None if sample.response_mask.any() else [])
+    def with_told(sample: Sample) -> Sample:
+        logprobs = told.get(sample.sample_id, None if sample.response_mask.any() else [])
+        if sample.teacher_logprobs is None and logprobs is not None:
+            sample = replace(sample, teacher_logprobs=np.array(logprobs, np.float32))
+        if sample.sample_id in hidden:
+            sample = replace(sample, teacher_hidden=to_bits(hidden[sample.sample_id]))
+        return sample
 
-    def with_score(sample: Sample) -> Sample:
-        logprobs = found(sample)
-        if logprobs is None:
-            return sample
-        states = to_bits(hidden[sample.sample_id]) if sample.sample_id in hidden else sample.teacher_hidden
-        return replace(sample, teacher_logprobs=np.array(logprobs, np.float32), teacher_hidden=states)
-
-    return list(map(with_score, samples))
+    return list(map(with_told, with_teacher_logprobs(samples, sequences)))
 
 
 def to_bits(states_NH: Tensor) -> NDArray[np.uint16]:

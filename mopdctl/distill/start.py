@@ -7,16 +7,13 @@ from typing import Any
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.merge import merge_into
 from mopdctl.distill.teachers import Teachers
-from mopdctl.distill.warmup import run_warm_up
+from mopdctl.distill.warmup import WARM_UP, run_warm_up
 from mopdctl.engines.hf import HFModel
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.generate import Tools
 from mopdctl.rollouts.step import OnNote
 from mopdctl.runs import Workspace
 from mopdctl.train.session import is_fresh
-
-WARM_UP = "warm-up"
-"""Folder of a run that holds its warm-up: the teachers' answers, metrics, state."""
 
 
 def begin(

@@ -24,6 +24,7 @@ from mopdctl.distill.answers import (
 from mopdctl.distill.jobs import answer_settings
 from mopdctl.distill.prompts import prompt_digests, read_run_prompts
 from mopdctl.engines.hf import HFModel
+from mopdctl.files import write_json
 from mopdctl.records import Sample
 from mopdctl.rollouts.book import PromptBook
 from mopdctl.rollouts.generate import Tools
@@ -33,11 +34,15 @@ from mopdctl.runs import Workspace, finished, model_identity
 from mopdctl.train import distributed
 from mopdctl.train.batch import TrainSequence
 from mopdctl.train.loop import update
+from mopdctl.train.lora import load_student
 from mopdctl.train.optimizer import build_optimizers, learning_rate
 from mopdctl.train.order import draw_mixture
 from mopdctl.train.session import Clock, OnStep, Session, sole_writer
 from mopdctl.train.sft import cross_entropy
 from mopdctl.train.state import save_state
+
+WARM_UP, REPORT = "warm-up", "report.json"
+"""Folder of a run that holds its warm-up (the teachers' answers, metrics, state), and what the card says of it."""
 
 
 def answer_sequences(samples: Sequence[Sample]) -> list[TrainSequence]:
@@ -96,7 +101,7 @@ def run_warm_up(
     on_step: OnStep = lambda step, row: None,
     on_note: OnNote = lambda line: None,
 ) -> dict[str, Any]:
-    """Asks the teachers and warms the student up on their answers; returns what its card says of it.
+    """Asks the teachers and warms the student up on their answers; returns, and keeps, what the card says of it.
 
     `folder` belongs to the warm-up alone: `answers/` is the rollout store, beside it stand metrics and state. The other
     arguments are those of `ask_teachers` and `warm_up`; what they raise is raised here.
@@ -116,7 +121,10 @@ def run_warm_up(
         on_note=on_note,
     )
     warm_up(student, sequences, settings, config.train, folder, on_step=on_step)
-    return {"steps": settings.steps, "answers": counts}
+    report = {"steps": settings.steps, "answers": counts}
+    if distributed.rank() == 0:
+        write_json(folder / REPORT, report)
+    return report
 
 
 def run_seqkd(
@@ -148,7 +156,7 @@ def run_seqkd(
     if finished(target, folder, record):
         return target
     start = workspace.resolve_model(config.student, relative_to=base)
-    student = HFModel.load(start, dtype=train.dtype, train=True, batch_size=train.sampling_batch_size)
+    student = load_student(start, train.lora, dtype=train.dtype, seed=train.seed, batch_size=train.sampling_batch_size)
     book = PromptBook(student, prompts, answer_settings(config))
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     tools = environment_tools(by_id, student, variables=book.template_kwargs)

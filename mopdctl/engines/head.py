@@ -26,7 +26,7 @@ def output_head(model: Any) -> Head:
     does anything else is refused rather than trained on another distribution.
 
     Raises:
-        InputError: hidden states and head do not give the model's logits.
+        InputError: hidden states and head do not give the model's logits, or those are no numbers.
     """
     head = _head(model)
     rows = head.weight_VH.shape[0]
@@ -34,6 +34,10 @@ def output_head(model: Any) -> Head:
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits[0].float()
         found = head_logits(hidden_states(model, input_ids=ids)[0], head, vocab_size=rows).float()
+    if not bool(torch.isfinite(expected).all()):
+        raise InputError(
+            f"model {model.name_or_path}: its logits are no numbers (NaN or infinite); a weight is damaged"
+        )
     if float((found - expected).abs().max()) > _TOLERANCE * float(expected.std()):
         raise InputError(
             f"model {model.name_or_path}: {type(model).__name__} does more to its logits than product, bias, scale and "

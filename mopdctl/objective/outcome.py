@@ -1,8 +1,5 @@
 """The outcome of an answer beside the teacher's word on each of its tokens."""
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from mopdctl.errors import InputError
@@ -16,7 +13,7 @@ def outcome_mixed_advantage(advantage: Tensor, outcome_advantage: Tensor, *, alp
     Args:
         advantage: the first term, of `distillation_advantage` or one of its variants; any shape.
         outcome_advantage: A_ORM at each token, same shape: the group-relative advantage of the whole answer (see
-            `group.group_advantages`, more than one answer a prompt), the same at all of its tokens (`over_tokens`).
+            `group.group_advantages`, more than one answer a prompt), the same at all of its tokens.
         alpha: weight >= 0 of the outcome. At 0 exactly the first term.
 
     Returns:
@@ -32,9 +29,3 @@ def outcome_mixed_advantage(advantage: Tensor, outcome_advantage: Tensor, *, alp
     if alpha == 0:
         return advantage.detach().clone()
     return (advantage + alpha * outcome_advantage.to(advantage.dtype)).detach()
-
-
-def over_tokens(outcome_advantages: Sequence[float], loss_tokens: Sequence[int]) -> Tensor:
-    """One number per answer, repeated over its loss-active tokens: float32, [N] with N the sum of `loss_tokens`."""
-    answers = zip(outcome_advantages, loss_tokens, strict=True)
-    return torch.tensor([advantage for advantage, n in answers for _ in range(n)], dtype=torch.float32)

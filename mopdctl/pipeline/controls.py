@@ -18,7 +18,7 @@ from mopdctl.config.rl import RlConfig, RlTrainConfig
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.merging.run import merge_teachers
 from mopdctl.distill.merging.sources import open_sources
-from mopdctl.distill.prompts import common_file, own_files, read_run_prompts, serving_of
+from mopdctl.distill.prompts import common_file, own_files, read_run_prompts, serving_of, teacher_of
 from mopdctl.distill.run import run_distill
 from mopdctl.distill.warmup import run_seqkd
 from mopdctl.errors import InputError
@@ -83,7 +83,11 @@ def _seqkd(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
     def run(on_step: OnStep) -> Path:
         return run_seqkd(config.model_copy(update={"name": name}), workspace, base=base, on_step=on_step)
 
-    return Control(name, "SFT on the teachers' answers", run)
+    what = "SFT on the teachers' answers"
+    silent = [alias for alias, teacher in sorted(config.teachers.items()) if teacher.is_black_box]
+    if len(silent) == len(config.teachers):
+        return Control(name, what, None, "every teacher is a black box, of whom nothing can be asked")
+    return Control(name, f"{what}, without {', '.join(silent)}" if silent else what, run)
 
 
 def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) -> Control:
@@ -96,26 +100,26 @@ def _single(alias: str, config: TeachersFile, workspace: Workspace, base: Path) 
 
     def run(on_step: OnStep) -> Path:
         teacher = config.teachers[alias]
+        train = config.train.model_copy(update={"eval_every": 0, "eval_prompts": None} | _for_one(config, alias))
         update = {
             "name": name,
             # Prompts of its own need not say whose they are, so that they stay with it.
             "prompts": _prompts_of(alias, config, workspace, name, base) if teacher.prompts is None else None,
             "teachers": {alias: teacher},
             "tiers": None,
-            "train": config.train.model_copy(update={"eval_every": 0, "eval_prompts": None} | _without_shares(config)),
+            "train": train,
         }
         return run_distill(config.model_copy(update=update), workspace, base=base, on_step=on_step)
 
     return Control(name, what, run)
 
 
-def _without_shares(config: TeachersFile) -> dict[str, Any]:
-    """Settings of `train` that name several teachers, for a run with one."""
+def _for_one(config: TeachersFile, alias: str) -> dict[str, Any]:
+    """Settings of `train` that name several teachers, or ask what a black box does not give, for a run with one."""
+    if config.teachers[alias].is_black_box:
+        return {"balance": BalanceConfig(), "warm_up": None, "warm_start": "none"}
     warm_up = config.train.warm_up
-    return {
-        "balance": BalanceConfig(),
-        "warm_up": warm_up and warm_up.model_copy(update={"shares": {}}),
-    }
+    return {"balance": BalanceConfig(), "warm_up": warm_up and warm_up.model_copy(update={"shares": {}})}
 
 
 def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
@@ -126,6 +130,9 @@ def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
     unverifiable = next((prompt for prompt in found.prompts if prompt.verifier is None), None)
     if unverifiable is not None:
         return Control(name, what, None, f"{unverifiable.place} names no verifier")
+    for setting, there in (("train.lora", train.lora), ("efforts", config.efforts)):
+        if there:
+            return Control(name, what, None, f"RL knows no `{setting}`, so that it would be another budget")
 
     def run(on_step: OnStep) -> Path:
         group = train.samples_per_prompt if train.samples_per_prompt > 1 else GROUP_SIZE
@@ -135,7 +142,7 @@ def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
             "model": workspace.resolve_model(config.student, relative_to=base),
             "name": name,
             "environments": {
-                alias: {"prompts": str(_prompts_of(alias, config, workspace, name, base)), "weight": count}
+                alias: {"prompts": str(_prompts_of(alias, config, workspace, name, base, first=True)), "weight": count}
                 for alias, count in Counter(found.first_choice).items()
             },
             "train": train.model_dump(mode="json", include=set(shared))
@@ -146,8 +153,13 @@ def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
     return Control(name, what, run)
 
 
-def _prompts_of(alias: str, config: TeachersFile, workspace: Workspace, control: str, base: Path) -> Path:
-    """The prompts that one teacher may serve as a file: its own, or its rows of the common one."""
+def _prompts_of(
+    alias: str, config: TeachersFile, workspace: Workspace, control: str, base: Path, *, first: bool = False
+) -> Path:
+    """The prompts that one teacher may serve as a file: its own, or its rows of the common one.
+
+    With `first`, those alone that are its own as long as nothing is known of them: every prompt then is in one file.
+    """
     if alias in (own := own_files(config, base)):
         return own[alias].resolve()
     common = common_file(config, base)
@@ -156,7 +168,7 @@ def _prompts_of(alias: str, config: TeachersFile, workspace: Workspace, control:
     rows = [
         dict(row)
         for prompt, (_, row) in zip(prompts, iterate_rows(common), strict=True)
-        if alias in serving_of(prompt, config).values()
+        if (teacher_of(prompt.routing, config) == alias if first else alias in serving_of(prompt, config).values())
     ]
     return _written(workspace, control, alias, rows)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from mopdctl.config.lora import Lora
 from mopdctl.config.teachers import load_teachers
 from mopdctl.files import read_jsonl, write_json, write_jsonl
 from mopdctl.pipeline.controls import controls_of
@@ -129,7 +130,19 @@ def test_teachers_without_weights_or_with_prompts_of_their_own_have_the_other_co
     for kind in ("merge", "linear", "ties"):
         assert controls[f"run.{kind}"].run is None
         assert controls[f"run.{kind}"].missing.startswith("teacher 'structured': is known by its answers alone; ")
+    assert controls["run.seqkd"].what == "SFT on the teachers' answers, without structured"
     for kind in ("seqkd", "only-structured", "only-tools", "rl"):
         made = controls[f"run.{kind}"].run
         assert made is not None
         assert made(lambda step, row: None) == place.checkpoint(f"run.{kind}")
+
+
+def test_a_control_that_would_be_another_comparison_is_not_made(teachers: Path, tmp_path: Path) -> None:
+    def missing(**changes: Any) -> dict[str, str]:
+        config = load_teachers(teachers)
+        config = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+        return {c.name: c.missing for c in controls_of(config, Workspace(tmp_path / "w"), base=tmp_path) if not c.run}
+
+    assert missing() == {}
+    assert list(missing(lora=Lora())) == ["run.rl"]
+    assert "`train.lora`" in missing(lora=Lora())["run.rl"]

@@ -111,9 +111,10 @@ class Course:
         """What resuming needs beside the student's own state."""
         return {} if self._discriminators is None else self._discriminators.state()
 
-    def report(self) -> dict[str, Any]:
-        """Alias to the counts of its answers."""
-        return {alias: book.report() for alias, book in sorted(self._books.items())}
+    def card(self) -> dict[str, Any]:
+        """What the run's card says: the counts of every black box's answers."""
+        found = {alias: book.report() for alias, book in sorted(self._books.items())}
+        return {"answers": found} if found else {}
 
     def _turn(self, step: int) -> int:
         """How often the prompts have come up before, about."""
@@ -173,4 +174,8 @@ def open_course(
             on_note=on_note,
         )
         books[alias] = choose(alias, teacher, prompts, samples)
+    for alias, opened in books.items():
+        counts = opened.report()
+        left_out = f", {counts['prompts_without_answer']} prompts left out" if counts["prompts_without_answer"] else ""
+        on_note(f"teacher {alias!r}: {counts['out']} of {counts['in']} answers are used{left_out}")
     return Course(config, book, teacher_of, books)

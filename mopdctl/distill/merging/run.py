@@ -21,6 +21,7 @@ from mopdctl.runs import (
     model_identity,
     write_card,
 )
+from mopdctl.train import distributed
 from mopdctl.train.session import sole_writer
 
 OnCandidate = Callable[[int, int, Candidate], None]
@@ -57,6 +58,7 @@ def merge_teachers(
     target, folder = workspace.checkpoint(name), workspace.run(name)
     sources, questions = _inputs(config, how, workspace, base)
     record = _record(config, how, sources, questions, base)
+    distributed.start()
     if finished(target, folder, record):
         return target
     with sole_writer(folder, target, record) as ours:
@@ -73,10 +75,12 @@ def merge_teachers(
             scales = sources.scales(how)
         load_into(student, sources.merge(method_of(how), scales))
         card |= {"parent": config.student, "scales": sources.by_alias(scales)}
-        with building(target) as temporary:
-            student.save(temporary)
-            made_by = {"config": record, "fingerprint": fingerprint(record)}
-            write_card(temporary, card | made_by | {"digest": checkpoint_digest(temporary)})
+        if distributed.rank() == 0:
+            with building(target) as temporary:
+                student.save(temporary)
+                made_by = {"config": record, "fingerprint": fingerprint(record)}
+                write_card(temporary, card | made_by | {"digest": checkpoint_digest(temporary)})
+        distributed.barrier()
     return target
 
 

@@ -169,6 +169,27 @@ def test_targets_are_the_lambdas_unless_given() -> None:
     assert ratio({"long": 3.0, "short": 1.0}, target_shares={"long": 0.2, "short": 0.8}) == pytest.approx(0.25)
 
 
+def test_how_often_a_teacher_is_drawn_is_no_share_that_it_asks_for() -> None:
+    # lambda is 1 for both, and times the correction of the draw 1.8 and 0.2
+    scaled = {"long": 1.8, "short": 0.2}
+    last = measured(WEIGHTS, 0.5, 0.5)
+    found = next_share_factors(config("share", memory=0.0), scaled, targets=WEIGHTS, last=last)
+    assert found["long"] / found["short"] == pytest.approx(1.0)
+
+
+def test_a_share_that_settles_beside_a_judge_without_a_factor() -> None:
+    # The gradient of a black box is part of what is measured, and no factor reaches it.
+    norms = {"long": 3.0, "short": 1.0, "box": 2.0}
+    last: dict[str, Any] | None = None
+    for _ in range(12):
+        factors = next_share_factors(config("share"), WEIGHTS, last=last)
+        real = {alias: norm * factors.get(alias, 1.0) for alias, norm in norms.items()}
+        shares = {alias: norm / sum(real.values()) for alias, norm in real.items()}
+        last = {"balance/factor": factors, "balance/share_factor": factors, "policy/grad_share": shares}
+    assert shares["long"] == pytest.approx(shares["short"], rel=1e-3)
+    assert factors == pytest.approx({"long": 0.5, "short": 1.5}, rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def model(make_llama: Callable[..., Any], tokenizer: Any) -> HFModel:
     llama = make_llama(

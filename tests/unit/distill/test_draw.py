@@ -93,6 +93,14 @@ def test_factors_are_shares_of_prompts_over_shares_of_samples() -> None:
     assert in_proportion == {"code": pytest.approx(1.0), "math": pytest.approx(1.0)}
 
 
+def test_who_has_a_denominator_of_its_own_changes_no_others_factor() -> None:
+    # A mean of its own is what it is however often its prompts come: among itself a teacher has every prompt.
+    pools, weights = POOLS | {"box": list(range(20, 25))}, {"code": 3.0, "math": 1.0, "box": 7.0}
+    found = sampling_factors(pools, weights, of=lambda alias: "answers" if alias == "box" else "logprobs")
+    alone = sampling_factors(POOLS, {"code": 3.0, "math": 1.0})
+    assert found == {"box": 1.0, **{alias: pytest.approx(factor) for alias, factor in alone.items()}}
+
+
 LENGTHS = {"code": 50, "math": 3}
 LOSSES = {"code": 0.7, "math": 2.0}
 LAMBDAS = {"code": 1.0, "math": 0.5}

@@ -353,6 +353,7 @@ def test_the_anchor_adds_the_gradient_of_the_kl_to_the_reference() -> None:
         ({"objective": "exact", "jsd_teacher_share": 0.3}, "needs `divergence: jsd`"),
         ({"outcome_weight": 1.0}, "`samples_per_prompt` of at least 2"),
         ({"reference": "other"}, "`reference` needs"),
+        ({"trust_region": 0.5, "extrapolation": 1.25}, "`trust_region` and `extrapolation` together need"),
         ({"anchor": {"sft_weight": 0.1}}, "need each other"),
     ],
 )
