@@ -1,5 +1,6 @@
 """A very small world for tests of whole commands: a student of two layers, three perturbed copies of it, 24 prompts."""
 
+import os
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -8,6 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+# Threads only get into each other's way at this size, and another number of them rounds otherwise: a run that a test
+# starts as a process has to equal, to the bit, the one beside it in this process.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 DOMAINS = ("arithmetic", "structured", "tools")
 
@@ -21,7 +26,7 @@ def tiny_tokenizer() -> Any:
 
     prepare_runtime()
     quiet_libraries()
-    torch.set_num_threads(1)  # threads only get into each other's way at this size, tenfold on a busy machine
+    torch.set_num_threads(1)
     return build_tokenizer()
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -592,7 +591,7 @@ def run(arguments: list[Any], *, before: str = "") -> subprocess.CompletedProces
     """The command in a process of its own, after some Python lines."""
     script = f"import sys\n{before}\nfrom mopdctl.cli.app import main\nmain()"
     words = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(words, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("limit", [400, 3000])

@@ -236,8 +236,7 @@ def test_two_ranks_are_taught_as_one_process_is(undecided: Path, tmp_path: Path)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     done = subprocess.run(
         [*launch, "--master-port", str(port), __file__, str(undecided), str(tmp_path / "together")],
-        env=os.environ
-        | {"PYTHONPATH": str(Path(mopdctl.__file__).parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": str(Path(mopdctl.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=200,

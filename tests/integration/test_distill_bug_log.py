@@ -1,7 +1,6 @@
 """Failures that others met in public, and what a breaker found, on whole runs."""
 
 import json
-import os
 import resource
 import shutil
 import socket
@@ -334,7 +333,6 @@ def test_a_limit_of_file_size_anywhere_loses_nothing(
         text=True,
         check=False,
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
     )
     assert (done.returncode, done.stdout) == (2, "")
@@ -373,9 +371,7 @@ def test_processes_without_a_sample_wait_for_the_others(
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     launch += ["--master-port", str(port), "-m", "mopdctl", "distill", "--json"]
     launch += ["--teachers", str(tmp_path / "teachers.yaml"), "--workspace", str(tmp_path / "two")]
-    done = subprocess.run(
-        launch, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     one, two = distil(document), finished(tmp_path / "two")
     for alone, together in zip(one.metrics, two.metrics, strict=True):

@@ -37,8 +37,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, An
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     done = subprocess.run(
         [*launch, "--master-port", str(port), str(SCRIPT), str(out)],
-        env=os.environ
-        | {"PYTHONPATH": str(Path(mopdctl.__file__).parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": str(Path(mopdctl.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=200,
