@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 from mopdctl.engines.base import Completion, SampleRequest, Step, sample, uniforms
 from mopdctl.engines.head import output_head
-from mopdctl.engines.layout import Layout, active_hidden, lay_out, response_logits, token_logprobs
+from mopdctl.engines.layout import Layout, active_hidden, active_logits, lay_out, token_logprobs
 from mopdctl.errors import InputError
-from mopdctl.objective.head import Head
+from mopdctl.objective.chunks import default_chunk
+from mopdctl.objective.head import Head, head_logits
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -160,15 +161,39 @@ class HFModel:
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """See `Scorer.score`. Pairs of similar length share a batch; results come back in order."""
+        """See `Scorer.score`. Pairs of similar length share a batch; results come back in order.
+
+        Logits are made of response tokens alone and exist for one chunk of them at a time, unless the model bends them
+        in a way that `Head` cannot say.
+        """
         found: dict[int, list[float]] = {}
         for chunk, layout in self._batches(pairs):
             with _evaluating(self.model), self.computing():
-                logits_BRV = response_logits(self.model, layout, vocab_size=self.vocab_size)
-            logprobs_BR = token_logprobs(logits_BRV, layout.response_BR).tolist()
-            for i, row in zip(chunk, logprobs_BR, strict=True):
-                found[i] = row[: len(pairs[i][1])]
+                logprobs_N = self._response_logprobs(layout)
+            for i, row in zip(chunk, logprobs_N.split(layout.present_BR.sum(-1).tolist()), strict=True):
+                found[i] = row.tolist()
         return [found[i] for i in range(len(pairs))]
+
+    def _response_logprobs(self, layout: Layout) -> Tensor:
+        """log p of each real response token [N], row after row."""
+        tokens_N = layout.response_BR[layout.present_BR]
+        if self._head_or_none is None:
+            logits_NV = active_logits(self.model, layout, layout.present_BR, vocab_size=self.vocab_size)
+            return token_logprobs(logits_NV, tokens_N)
+        hidden_NH = active_hidden(self.model, layout, layout.present_BR)
+        chunk = default_chunk(self.vocab_size, self.device)
+        pieces = [
+            token_logprobs(head_logits(hidden_CH, self._head_or_none, vocab_size=self.vocab_size), tokens_C)
+            for hidden_CH, tokens_C in zip(hidden_NH.split(chunk), tokens_N.split(chunk), strict=True)
+        ]
+        return torch.cat(pieces)
+
+    @cached_property
+    def _head_or_none(self) -> Head | None:
+        try:
+            return self.head
+        except InputError:
+            return None
 
     @torch.no_grad()
     def hidden_states(

@@ -167,6 +167,7 @@ def test_a_step_runs_the_routed_tokens_through_a_teacher_once(
 
         return hook
 
+    assert [teachers[alias].head.scale for alias in models] == [1.0] * 4  # found out once each, on few tokens
     for name, alias in (("tools", "one"), ("structured", "idle")):
         teachers[alias].model.base_model.register_forward_pre_hook(count(name), with_kwargs=True)
     student = HFModel.load(str(tiny / "models" / "student"))

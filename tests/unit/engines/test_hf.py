@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from mopdctl.engines import hf
 from mopdctl.engines.base import Completion, SampleRequest, stream_seed
 from mopdctl.engines.hf import HFModel, _choose
 from mopdctl.errors import InputError
+from mopdctl.objective.head import head_logits
 
 FLOAT32 = 5e-5
 FLOAT64 = 1e-10
@@ -306,6 +308,34 @@ def test_scores_do_not_depend_on_padding_order_or_batch(make_llama: Make, tokeni
         backwards = engine.score(asked[::-1])[::-1]
         for score, want in zip(backwards, by_hand, strict=True):
             assert score == pytest.approx(want, abs=FLOAT64)
+
+
+def test_only_response_tokens_reach_the_head_and_few_at_a_time(
+    make_llama: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # ms-swift #10097: logits of prompts and padding, all at once
+    llama, asked = make_llama().double(), pairs(13)
+    rows: list[int] = []
+
+    def counted(hidden_NH: torch.Tensor, head: Any, **keywords: Any) -> torch.Tensor:
+        rows.append(len(hidden_NH))
+        return head_logits(hidden_NH, head, **keywords)
+
+    monkeypatch.setattr(hf, "head_logits", counted)
+    monkeypatch.setattr(hf, "default_chunk", lambda *_: 3)
+    engine = HFModel(llama, tokenizer, dtype=torch.float64)
+    scores = engine.score(asked)
+    assert sum(rows) == sum(len(response) for _, response in asked)
+    assert max(rows) == 3
+    # A head that `Head` cannot say: the model makes the logits itself.
+    other = HFModel(llama, tokenizer, dtype=torch.float64)
+    monkeypatch.setattr(hf, "output_head", _refused)
+    for score, own in zip(scores, other.score(asked), strict=True):
+        assert score == pytest.approx(own, abs=FLOAT64)
+
+
+def _refused(_: Any) -> Any:
+    raise InputError("its logits are bent")
 
 
 def test_a_response_of_one_token_and_an_empty_one_are_scored(model64: HFModel) -> None:
