@@ -158,13 +158,18 @@ ARMS = {
     "trust-merge-start": Arm(
         "exact, half-way to the teacher, from a merge", train={"trust_region": 0.5, "warm_start": "merge"}
     ),
+    "trust-merge-start-long": Arm(
+        "exact, half-way to the teacher, from a merge, for twice the steps",
+        train={"trust_region": 0.5, "warm_start": "merge"},
+        budget=2.0,
+    ),
     "jsd-merge-warm-up": Arm(
         "Jensen-Shannon divergence, from a merge and SFT on the teachers' answers",
         train={"divergence": "jsd", "warm_start": "merge"},
         warm_up=0.3,
     ),
     "jsd-merge-warm-up-long": Arm(
-        "the same for twice the steps",
+        "Jensen-Shannon divergence, from a merge and SFT on the teachers' answers, for twice the steps",
         train={"divergence": "jsd", "warm_start": "merge"},
         warm_up=0.3,
         budget=2.0,
