@@ -169,25 +169,36 @@ def open_run(folder: Path, config: dict[str, Any]) -> None:
     if path.exists():
         before = read_json(path)
         if before != config:
-            keys = differing_keys(before, config)
             raise InputError(
-                f"{folder}: was begun with another configuration ({', '.join(keys)} differ); "
+                f"{folder}: was begun with another configuration ({told_differences(before, config)}); "
                 "use another name, restore the configuration, or delete the folder"
             )
         return
     write_json(path, config)
 
 
-def differing_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys at which two JSON-like documents differ, as deep as both are mappings."""
-    found = []
+def told_differences(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """At which dotted keys two JSON-like documents differ, and how: `seed was 1, now 2`. The first five of them."""
+    found = list(_differences(before, after))
+    told = [f"{key} was {_brief(one)}, now {_brief(other)}" for key, one, other in found[:5]]
+    return "; ".join([*told, f"and {len(found) - 5} more"] if len(found) > 5 else told)
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key and both values, as deep as both are mappings."""
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key), after.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
-            found += differing_keys(one, other, f"{prefix}{key}.")
+            yield from _differences(one, other, f"{prefix}{key}.")
         elif one != other:
-            found.append(f"{prefix}{key}")
-    return found
+            yield f"{prefix}{key}", one, other
+
+
+def _brief(value: Any) -> str:
+    if value is None:
+        return "not set"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def finished(checkpoint: Path, run: Path | None, config: dict[str, Any]) -> bool:
@@ -202,8 +213,7 @@ def finished(checkpoint: Path, run: Path | None, config: dict[str, Any]) -> bool
     card = read_card(checkpoint)
     if card.get("fingerprint") != fingerprint(config):
         known = card.get("config")
-        keys = differing_keys(known, config) if isinstance(known, dict) else []
-        differing = f" ({', '.join(keys)} differ)" if 0 < len(keys) <= 5 else ""
+        differing = f" ({told_differences(known, config)})" if isinstance(known, dict) else ""
         raise InputError(f"{checkpoint}: something else has this name{differing}; use another name")
     return True
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
-from mopdctl.cli.output import Progress, show, stdout_reserved
+from mopdctl.cli.output import Progress, note, show, stdout_reserved
 from mopdctl.train.runtime import prepare_runtime, quiet_libraries
 
 
@@ -81,6 +81,11 @@ def merge(
             settings = {key: card["config"][key] for key in ("method", "density") if key in card["config"]}
             chosen = {key: card[key] for key in ("scales", "search") if key in card}
             document = {"name": name, "checkpoint": str(target)} | settings | chosen
+            for alias in (alias for alias, scale in chosen.get("scales", {}).items() if search and not scale):
+                note(
+                    f"teacher {alias!r} is left out: no scale above 0 that was tried made the mean score higher, on "
+                    f"{config.train.eval_size} held-out prompts a teacher (train.eval_size)"
+                )
     show(document if as_json else _readable(document), as_json=as_json)
 
 

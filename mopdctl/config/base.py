@@ -2,6 +2,7 @@
 
 import difflib
 import io
+import re
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -122,9 +123,14 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
         return f"unknown key {where!r}; {hint}"
     if problem["type"] == "missing":
         return f"key {where!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if problem["type"] == "list_type":
         message = "must be a list, e.g. [a, b]"
+    given = problem["input"]
+    if message.startswith("must be") and isinstance(given, str | int | float) and len(str(given)) <= 60:
+        message = f"{message}, not {given!r}"
+        near = difflib.get_close_matches(str(given), re.findall(r"'([^']+)'", problem["msg"]), n=1, cutoff=0.5)
+        message += f"; did you mean {near[0]!r}?" if near else ""
     return f"{where}: {message}"
 
 

@@ -18,7 +18,7 @@ from mopdctl.errors import InputError
 from mopdctl.evals.scores import has_scores, write_scores
 from mopdctl.files import file_digest, fingerprint
 from mopdctl.records import Score
-from mopdctl.runs import Workspace, building, checkpoint_digest, read_card, shipped, write_card
+from mopdctl.runs import Workspace, building, checkpoint_digest, read_card, shipped, told_differences, write_card
 
 Limit = int | None | Mapping[str, int | None]
 DEFAULT_BATCH_SIZE = 64
@@ -77,8 +77,8 @@ def plan_eval(
     before = read_card(target).get("request") if has_scores(target) else None
     done = before == request and not force
     if target.exists() and not done and not force:
-        keys = sorted(key for key in request if not before or before.get(key) != request[key])
-        what = f"holds another evaluation ({', '.join(keys)} differ)" if before else "is in the way"
+        told = told_differences({key: before.get(key) for key in request}, request) if before else ""
+        what = f"holds another evaluation ({told})" if before else "is in the way"
         raise InputError(f"{target}: {what}; use another name, or --force to replace it")
     return EvalPlan(name, model, path, target, folders, limits, request, done)
 

@@ -17,7 +17,7 @@ from mopdctl.gensft.question_index import allowed_texts
 from mopdctl.gensft.questions import read_questions
 from mopdctl.gensft.routing import Router
 from mopdctl.gensft.seeds import check_sources
-from mopdctl.runs import Workspace, differing_keys
+from mopdctl.runs import Workspace, told_differences
 
 # What may change from one run to the next without making another data set: how fast and how far, and with which key.
 _PACE = {"max_concurrency", "requests_per_minute", "tokens_per_minute", "timeout_s", "max_attempts", "api_key_env"}
@@ -139,9 +139,9 @@ def finished(spec: Spec, *, replace: bool = False) -> dict[str, Any] | None:
     if not _is_manifest(found):
         raise InputError(f"{path}: damaged; --replace builds the data set anew from the answers that are kept")
     if found["fingerprint"] != fingerprint(spec.record):
-        keys = ", ".join(differing_keys(found["record"], spec.record)[:5])
+        how = told_differences(found["record"], spec.record)
         raise InputError(
-            f"{spec.target}: made with other settings ({keys} differ); use another name with `reuse: "
+            f"{spec.target}: made with other settings ({how}); use another name with `reuse: "
             f"[{spec.config.name}]`, which pays for no answer twice, or --replace"
         )
     whole = all(_bytes(spec.target / name) == entry["bytes"] for name, entry in found["files"].items())

@@ -17,7 +17,7 @@ from mopdctl.pivots.profiled import OK, Profiled, profile_row, profiled
 from mopdctl.pivots.prompting import VERIFIER, prompt_of, reference_problem
 from mopdctl.records import Prompt
 from mopdctl.rollouts.run import RolloutSpec, run_rollout
-from mopdctl.runs import Workspace, differing_keys, locked, model_identity, open_run, package_versions
+from mopdctl.runs import Workspace, locked, model_identity, open_run, package_versions, told_differences
 from mopdctl.store.store import Store
 from mopdctl.train.data import prompt_token_ids
 from mopdctl.verifiers.base import VerdictState
@@ -172,9 +172,9 @@ def _label(folder: Path, spec: ProfileSpec, config: dict[str, Any]) -> str:
     if not begun.is_file() or read_json(begun) == config:
         return label
     if not spec.reprofile:
-        keys = ", ".join(differing_keys(read_json(begun), config))
+        how = told_differences(read_json(begun), config)
         raise InputError(
-            f"{begun.parent}: a profile by that model has the name, of another configuration ({keys} differ); "
+            f"{begun.parent}: a profile by that model has the name, of another configuration ({how}); "
             "give --reprofile to make one beside it"
         )
     return f"{label}-{fingerprint(config)[:8]}"

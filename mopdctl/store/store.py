@@ -27,7 +27,7 @@ import pyarrow as pa
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.files import file_digest
 from mopdctl.records import Sample
-from mopdctl.runs import differing_keys, locked
+from mopdctl.runs import locked, told_differences
 from mopdctl.store import disk, parquet, rows, schema
 from mopdctl.store import manifest as manifests
 from mopdctl.store.manifest import File, Manifest, Shard
@@ -379,7 +379,7 @@ def _check_identity(folder: Path, before: dict[str, Any], now: dict[str, Any]) -
         )
     if before != now:
         raise InputError(
-            f"{folder}: was begun with another configuration ({', '.join(differing_keys(before, now))} differ); "
+            f"{folder}: was begun with another configuration ({told_differences(before, now)}); "
             "use another name, restore the configuration, or delete the folder"
         )
 

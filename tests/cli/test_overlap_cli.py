@@ -200,7 +200,7 @@ def test_answers_of_another_student_are_not_taken_for_its_own(
     assert cli(*arguments, "--name", "mine").code == 0
     done = cli(*arguments, "--name", "mine", "--student", tiny / "models" / "arithmetic")
     assert done.code == 2
-    assert "was begun with another configuration (student differ)" in done.stderr
+    assert "was begun with another configuration (student was " in done.stderr
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(

@@ -266,7 +266,7 @@ def test_scales_that_do_not_fit_the_teachers_are_refused(tmp_path: Path, teacher
         (["--scales", "tools=1,tools=2"], "at 'tools=2'"),
         (["--scales", "tools=nan"], "at 'tools=nan'"),
         (["--density", "0.5"], "only `ties` has a density"),
-        (["--method", "ties", "--density", "0"], "density: Input should be greater than 0"),
+        (["--method", "ties", "--density", "0"], "density: must be greater than 0"),
         (["--method", "linear", "--scale", "0.5"], "a weighted mean has no common scale"),
         (["--search", "--scale", "0.5"], "leave out `scale` and `scales`"),
         (["--search"], "needs held-out prompts; name their file in `train.eval_prompts`"),
@@ -365,9 +365,26 @@ def test_the_search_finds_the_planted_scales_and_the_card_has_every_candidate(
     before = (workspace / "checkpoints" / "m" / "card.json").stat().st_mtime_ns
     assert json.loads(cli(*command, "--name", "m", "--json").stdout) == result
     assert (workspace / "checkpoints" / "m" / "card.json").stat().st_mtime_ns == before
+    assert "is left out" not in done.stderr
     # A person sees a line for each of them.
     shown = cli(*command, "--name", "m").stdout
     assert "    arithmetic=0.1 structured=0.1 tools=0.1: 75.0 (arithmetic 80.0, structured 50.0, tools 95.0)" in shown
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_teacher_that_the_search_leaves_out_is_named(
+    tmp_path: Path, cli: Cli, searchable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLANTED, "tools", 0.0)
+    write_json(tmp_path / "teachers.yaml", searchable)
+    done = cli(
+        "merge", "--teachers", tmp_path / "teachers.yaml", "--workspace", tmp_path / "w", "--search", "--name", "m"
+    )
+    assert done.code == 0
+    assert (
+        "teacher 'tools' is left out: no scale above 0 that was tried made the mean score higher, on 1 " in done.stderr
+    )
+    assert done.stderr.count("is left out") == 1
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -71,4 +71,4 @@ def overall(advice: Mapping[str, Advice]) -> Advice:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.2f} %"

@@ -9,7 +9,7 @@ from mopdctl.world.recipe import Recipe
 TAUGHT = (*SPECIALIST_DOMAINS, AGENT_DOMAIN)
 """Domains that have a teacher of their own."""
 BASE = "rlvr"
-"""The setting in which every arm runs; in the others only those of `ADVISED` do."""
+"""The setting in which every arm runs; in the others those of `ADVISED` do, and the merge start."""
 ADVISED = {"sampled": "sampled", "exact": "exact", "warm-up first": "warm-up"}
 """What `mopdctl overlap` advises to the arm that does it."""
 
@@ -149,6 +149,12 @@ ARMS = {
     "trust-region": Arm("exact, half-way to the teacher", train={"trust_region": 0.5}),
     "sampled-warm-up": Arm("sampled token, after SFT on the teachers' answers", train=_SAMPLED, warm_up=0.3),
     "merge-start": Arm("exact, from a merge at the recipe's scale", train={"warm_start": "merge"}, watched=True),
+    "merge-start-half": Arm(
+        "exact, from a merge at half of that scale", train={"warm_start": "merge", "warm_start_scale": 0.15}
+    ),
+    "merge-start-double": Arm(
+        "exact, from a merge at twice that scale", train={"warm_start": "merge", "warm_start_scale": 0.6}
+    ),
     "sampled-merge-start": Arm(
         "sampled token, from a merge at the recipe's scale", train=_SAMPLED | {"warm_start": "merge"}
     ),
@@ -188,7 +194,8 @@ ARMS = {
 
 def arms_of(setting: str, wanted: tuple[str, ...]) -> list[str]:
     """The arms of a setting among those wanted."""
-    return [arm for arm in ARMS if arm in wanted and (setting == BASE or arm in ADVISED.values())]
+    elsewhere = {*ADVISED.values(), "merge-start"}
+    return [arm for arm in ARMS if arm in wanted and (setting == BASE or arm in elsewhere)]
 
 
 def domains_of(setting: Setting) -> dict[str, str]:

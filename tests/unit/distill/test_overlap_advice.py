@@ -32,7 +32,7 @@ def test_at_the_edge_the_sampled_token_is_advised(measure: str, limit: float) ->
     [
         ("student_mass", advice.WARM_UP_BELOW_MASS, advice.WARM_UP_BELOW_MASS - TINY, "student mass 90.0 %"),
         ("top_k_overlap", advice.WARM_UP_BELOW_OVERLAP, advice.WARM_UP_BELOW_OVERLAP - TINY, "top-k overlap 50.0 %"),
-        ("impossible_share", advice.WARM_UP_FROM_IMPOSSIBLE - TINY, advice.WARM_UP_FROM_IMPOSSIBLE, "0.5 % of the"),
+        ("impossible_share", advice.WARM_UP_FROM_IMPOSSIBLE - TINY, advice.WARM_UP_FROM_IMPOSSIBLE, "0.50 % of the"),
     ],
 )
 def test_outside_the_support_a_warm_up_is_advised_and_the_reason_is_the_measure(

@@ -184,7 +184,7 @@ def test_a_store_has_one_writer(tmp_path: Path) -> None:
 
 def test_a_store_has_one_maker(tmp_path: Path) -> None:
     StoreWriter(tmp_path / "s", IDENTITY).close()
-    with pytest.raises(InputError, match=r"another configuration \(seed differ\)"):
+    with pytest.raises(InputError, match=r"another configuration \(seed was \d, now \d\)"):
         StoreWriter(tmp_path / "s", IDENTITY | {"seed": 1})
     with pytest.raises(InputError, match=r"another tokenizer \(t, the run's is u\); use another name"):
         StoreWriter(tmp_path / "s", IDENTITY | {"tokenizer": "u"})
