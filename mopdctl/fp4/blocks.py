@@ -1,0 +1,111 @@
+"""Matrices cut into blocks of columns: in chunks of bounded memory, checked, and the scale of least error for each."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mopdctl.errors import InputError
+from mopdctl.fp4.e2m1 import round_to_values_
+
+_CHUNK = 2**17  # elements a thread works on at a time, so that they and what is made of them stay in its cache
+_GPU_CHUNK = 2**21  # 8 MB a temporary
+_INDEX = 15  # bits of an error that the number of a candidate takes the place of
+
+
+def row_chunks(matrix: Tensor) -> Iterator[slice]:
+    """Slices of rows that bound the temporary memory whatever the size of the matrix: at least one row each."""
+    rows, columns = matrix.shape
+    elements = _CHUNK * torch.get_num_threads() if matrix.device.type == "cpu" else _GPU_CHUNK
+    step = max(1, elements // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def check_blocks(weight_RK: Tensor, block: int) -> None:
+    """Passes a matrix of floats of which every row falls into whole blocks.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if weight_RK.dim() != 2 or not weight_RK.is_floating_point():
+        raise InputError(f"{weight_RK.dtype} of shape {list(weight_RK.shape)}: quantize a matrix of floats")
+    if weight_RK.shape[1] % block:
+        raise InputError(
+            f"width {weight_RK.shape[1]}: blocks take a multiple of {block}; leave this weight in high precision"
+        )
+
+
+def largest_magnitude(matrix: Tensor) -> float:
+    """The largest magnitude, 0 of an empty matrix; NaN or infinite if a value is."""
+    if not matrix.numel():
+        return 0.0
+    least, largest = torch.aminmax(matrix)
+    return float(torch.maximum(-least, largest))
+
+
+def check_finite(amax: Tensor) -> Tensor:
+    """Passes largest magnitudes on if all are finite.
+
+    Raises:
+        InputError: if a weight was NaN or infinite.
+    """
+    broken = int((~torch.isfinite(amax)).sum())
+    if broken:
+        raise InputError(f"NaN or infinite weights, in {broken} of these {amax.numel()} blocks: no scale fits them")
+    return amax
+
+
+def block_magnitudes(rows: Tensor, block: int) -> Tensor:
+    """Magnitudes [B, r, K/B] of rows [r, K], float32: the n-th columns of all blocks lie side by side.
+
+    What is summed or compared within blocks is then done on long rows, many blocks at a time.
+    """
+    r, columns = rows.shape
+    by_column = torch.empty(block, r, columns // block, dtype=torch.float32, device=rows.device)
+    return by_column.copy_(rows.reshape(r, -1, block).permute(2, 0, 1)).abs_()
+
+
+def importance_of_columns(importance_K: Tensor, block: int) -> Tensor:
+    """Weights [B, 1, K/B] of squared errors, the largest of them 1, laid out as `block_magnitudes`.
+
+    Raises:
+        InputError: unless they are finite and none is negative.
+    """
+    importance_K = importance_K.float()
+    if not bool((torch.isfinite(importance_K) & (importance_K >= 0)).all()):
+        raise InputError("importance of columns: must be finite and not negative; check the calibration's activations")
+    largest = importance_K.max().clamp(min=torch.finfo(torch.float32).tiny)
+    return (importance_K / largest).view(-1, block).t().unsqueeze(1).contiguous()
+
+
+def least_error(magnitudes: Tensor, amax: Tensor, steps: Tensor, importance: Tensor | None) -> Tensor:
+    """Which of up to 16 step sizes rounds each block with the least squared error, the first of equals.
+
+        error_c = sum_j importance_j (step_c E2M1(w_j / step_c) - w_j)^2 / amax^2
+
+    Magnitudes of 1e30 or 1e-30 have squares beyond float32: hence the division. Errors within 2^-19 of each other count
+    as equal.
+
+    Args:
+        magnitudes: [B, r, n], from `block_magnitudes`; overwritten.
+        amax: [r, n], the largest in each block.
+        steps: [C, r, n], what a code of value 1 would stand for.
+        importance: [B, 1, n] or None.
+
+    Returns:
+        int64 [r, n], below C.
+    """
+    unit = amax.masked_fill(amax == 0, 1.0)
+    scaled = magnitudes.div_(unit)
+    # Beyond 2^40 on either side everything rounds to zero, or saturates, all the same.
+    steps = (steps / unit).clamp_(2.0**-40, 2.0**40)
+    inverse = steps.reciprocal()
+    errors = torch.empty_like(steps)
+    for c in range(len(steps)):
+        rounded = round_to_values_(scaled * inverse[c])
+        squares = torch.addcmul(scaled, rounded, steps[c], value=-1.0, out=rounded).square_()
+        torch.sum(squares if importance is None else squares.mul_(importance), 0, out=errors[c])
+    # Floats that are not negative are ordered as their bits, so one minimum finds error and candidate at once.
+    keys = errors.view(torch.int32).bitwise_and_(~_INDEX)
+    keys.add_(torch.arange(len(steps), dtype=torch.int32, device=keys.device).view(-1, 1, 1))
+    return keys.amin(0).bitwise_and_(_INDEX).long()
