@@ -80,7 +80,7 @@ class Workspace:
         raise InputError(f"model {model!r}: neither a folder, a hub id, nor a checkpoint in {self.root}{hint}")
 
 
-_ABOUT = ("card.json", "teacher_manifest.json")
+_ABOUT = ("card.json", "teacher_manifest.json", "mopdctl_quantization.json")
 
 
 def checkpoint_digest(folder: Path) -> str:

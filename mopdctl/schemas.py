@@ -15,6 +15,7 @@ from mopdctl.config.base import Strict
 from mopdctl.config.committee import CommitteeFile
 from mopdctl.config.gensft import GenConfig
 from mopdctl.config.overlap import CandidatesFile
+from mopdctl.config.quant import QuantConfig
 from mopdctl.config.rl import RlConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.config.teachers import TeachersFile
@@ -25,6 +26,7 @@ from mopdctl.store.schema import document as store_layout
 MODELS: dict[str, type[Strict]] = {
     "committee": CommitteeFile,
     "gen": GenConfig,
+    "quant": QuantConfig,
     "rl": RlConfig,
     "sft": SftConfig,
     "candidates": CandidatesFile,

@@ -13,6 +13,7 @@ from mopdctl.cli import (
     merge,
     overlap,
     pivots,
+    quantize,
     quickstart,
     recovery,
     rl,
@@ -54,6 +55,7 @@ app.command("recovery")(recovery.recovery)
 app.command("eval")(evaluate.evaluate)
 app.command("overlap")(overlap.overlap)
 app.command("merge")(merge.merge)
+app.command("quantize")(quantize.quantize)
 app.command("gen-sft")(gensft.gen_sft)
 app.command("sft")(sft.sft)
 app.command("rl")(rl.rl)

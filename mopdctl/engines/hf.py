@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mopdctl.engines.base import Completion, SampleRequest, Step, sample, uniforms
+from mopdctl.engines.fp4 import is_read_here, load_quantized
 from mopdctl.engines.head import output_head
 from mopdctl.engines.layout import Layout, active_hidden, active_logits, lay_out, token_logprobs
 from mopdctl.errors import InputError
@@ -54,7 +55,12 @@ class HFModel:
                 if key.endswith(("dropout", "_pdrop")) and isinstance(getattr(config, key), float):
                     setattr(config, key, 0.0)
             weights_dtype = torch.float32 if train else _DTYPES[dtype]
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=weights_dtype, use_safetensors=True)
+            if is_read_here(config):
+                model = load_quantized(path, config, dtype=weights_dtype)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(
+                    path, config=config, dtype=weights_dtype, use_safetensors=True
+                )
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(f"model {path}: {str(error).splitlines()[0]}") from None
@@ -175,7 +181,7 @@ class HFModel:
         return [found[i] for i in range(len(pairs))]
 
     def _response_logprobs(self, layout: Layout) -> Tensor:
-        """log p of each real response token [N], row after row."""
+        """Log p of each real response token [N], row after row."""
         tokens_N = layout.response_BR[layout.present_BR]
         if self._head_or_none is None:
             logits_NV = active_logits(self.model, layout, layout.present_BR, vocab_size=self.vocab_size)

@@ -1,0 +1,89 @@
+"""Which linear layers an engine fuses into one, so that they need one precision and one tensor scale."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mopdctl.errors import InputError
+
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+)
+"""Last names of layers of one parent that read one input and that engines run as one matrix product."""
+
+ALONE = frozenset(
+    [
+        "o_proj",
+        "out_proj",
+        "down_proj",
+        "w2",
+        "dense",
+        "c_proj",
+        "fc_out",
+        "dense_4h_to_h",
+        "wo",
+        "qkv_proj",
+        "query_key_value",
+        "c_attn",
+        "Wqkv",
+        "gate_up_proj",
+        "fc1",
+        "fc2",
+        "fc_in",
+        "c_fc",
+        "dense_h_to_4h",
+        "q_b_proj",
+        "kv_b_proj",
+        "in_proj",
+        "in_proj_qkvz",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
+    ]
+)
+"""Last names of layers that no engine fuses with another: what reads an inner state, and what is fused on disk."""
+
+Columns = Mapping[str, int]
+"""Module to the width of what it reads."""
+
+
+def fused_groups(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> dict[str, tuple[str, ...]]:
+    """Each module to all those that are fused with it, itself included, in their order.
+
+    Args:
+        columns: the linear layers, by their names in the checkpoint; each expert is a parent of its own.
+        declared: further families of last names.
+    """
+    families = [set(family) for family in (*FUSED, *declared)]
+    groups: dict[tuple[str, int | str], list[str]] = {}
+    for name in columns:
+        parent, _, last = name.rpartition(".")
+        family = next((number for number, family in enumerate(families) if last in family), None)
+        groups.setdefault((parent, last if family is None else family), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group}
+
+
+def check_siblings_known(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> None:
+    """Refuses layers that look like a fused set of a kind that is not known.
+
+    These are siblings of one width of which at least one has an unknown name: whether an engine fuses them cannot be
+    told from here, and if it does, scales of their own would be wrong for all but one.
+
+    Raises:
+        InputError: naming them.
+    """
+    declared = list(declared)
+    fused = {last for family in (*FUSED, *declared) for last in family}
+    siblings: dict[tuple[str, int], list[str]] = {}
+    for name, width in columns.items():
+        parent, _, last = name.rpartition(".")
+        if last not in ALONE:
+            siblings.setdefault((parent, width), []).append(last)
+    for (parent, _), lasts in siblings.items():
+        if len(lasts) > 1 and not fused.issuperset(lasts):
+            names = ", ".join(lasts)
+            raise InputError(
+                f"{parent}: {names} may read one input, and an engine that fuses them keeps one scale; say so in a "
+                f"recipe (`fused: [[{names}]]`, which is safe if they are not) or leave them as they are (--ignore)"
+            )
