@@ -26,6 +26,10 @@ def recovery(
         list[str] | None,
         typer.Option("--control", help="Evaluation, or column, of another way to the same end; may be repeated."),
     ] = None,
+    quantized: Annotated[
+        list[str] | None,
+        typer.Option("--quantized", help="Evaluation, or column, of AFTER quantized: its retention; may be repeated."),
+    ] = None,
     scores: Annotated[
         Path | None, typer.Option("--scores", help="Compute the table from this CSV file instead of evaluations.")
     ] = None,
@@ -54,6 +58,8 @@ def recovery(
     \b
     From evaluations in the workspace, with the merged weights as a control:
       mopdctl recovery --before rlvr --after mopd2 --control merge
+    And what the quantized checkpoint kept of it, with paired tests:
+      mopdctl recovery --before rlvr --after mopd2 --quantized mopd2-nvfp4
     From a published table; ends with exit code 3 under 50 percent:
       mopdctl recovery --scores table5.csv --before rlvr --after mopd2 --min-recovery 50
 
@@ -61,6 +67,9 @@ def recovery(
     missing, non_finite, mismatch (not the same task, shots, prompt or documents), partial (some documents shared),
     teacher_not_better, low_gap. Intervals are paired bootstrap intervals over documents (95 %). If `mopdctl overlap`
     looked at BEFORE, the student's pass@k and the advice of that time stand below the table.
+
+    Retention is quantized / after, on every benchmark of AFTER. Its statuses are missing, non_finite, mismatch, partial
+    and no_ratio (a score of 0 or less). It counts in no recovery figure.
     """
     from mopdctl.evals import report
     from mopdctl.evals.recovery import recover
@@ -69,7 +78,7 @@ def recovery(
         raise InputError("--json and --md: choose one")
     if not (math.isfinite(min_gap) and min_gap >= 0 and math.isfinite(min_recovery or 0)):
         raise InputError("--min-gap needs a number of 0 or more, --min-recovery a finite number")
-    controls = list(dict.fromkeys(control or []))
+    controls, kept = list(dict.fromkeys(control or [])), list(dict.fromkeys(quantized or []))
     seen: dict[str, dict[str, Any]] = {}
     if scores:
         if teachers:
@@ -81,9 +90,13 @@ def recovery(
             before=before or "before",
             after=after or "after",
             teacher=teacher or "teacher",
-            controls=controls,
+            controls=[*controls, *kept],
             higher_is_better=direction != "lower",
         )
+        if kept:
+            from mopdctl.evals.retention import take_quantized
+
+            entries, pairs = take_quantized(entries, kept)
         notes = ["no intervals, because a scores file has no per-sample values"]
     else:
         if teacher or direction:
@@ -98,17 +111,29 @@ def recovery(
         entries, notes = pair_evaluations(place, before=before, after=after, teachers=teachers, controls=controls)
         seen = foresight(place, before, {entry.teacher_id for entry in entries if entry.teacher_id})
         notes = [*notes, *lines(seen, before)]
+        if kept:
+            from mopdctl.evals.pairing import pair_quantized
+
+            pairs = pair_quantized(place, full=after, quantized=kept, claimed=[entry.benchmark for entry in entries])
     table = recover(entries, min_gap=Decimal(str(min_gap)), control_names=controls, notes=notes)
     if any(entry.before.samples and entry.after.samples for entry in entries):
         from mopdctl.evals.bootstrap import add_intervals
 
         table = add_intervals(table, entries, seed=seed, resamples=resamples)
+    document = report.to_json(table) | {"before_training": seen, "retention": None}
+    shown = [report.to_markdown(table) if as_markdown else report.to_text(table)]
+    if kept:
+        from mopdctl.evals import retention_report
+        from mopdctl.evals.retention import retain
 
+        retained = retain(pairs, full=after or "after", seed=seed, resamples=resamples)
+        document["retention"] = retention_report.to_json(retained)
+        shown.append(retention_report.to_markdown(retained) if as_markdown else retention_report.to_text(retained))
     if as_json:
-        result_json(report.to_json(table) | {"before_training": seen})
+        result_json(document)
     else:
-        result(report.to_markdown(table) if as_markdown else report.to_text(table))
+        result("\n\n".join(shown))
     pooled = table.pooled.recovery_pct
     if min_recovery is not None and (pooled is None or pooled < Decimal(str(min_recovery))):
-        shown = "no pooled recovery, because no row is ok" if pooled is None else f"pooled recovery is {pooled} %"
-        raise CheckFailedError(f"{shown}; --min-recovery asks for {min_recovery:g} %")
+        what = "no pooled recovery, because no row is ok" if pooled is None else f"pooled recovery is {pooled} %"
+        raise CheckFailedError(f"{what}; --min-recovery asks for {min_recovery:g} %")

@@ -14,6 +14,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lm_eval.loggers.utils import add_env_info
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from mopdctl.engines.fp4 import is_read_here, load_quantized
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.evals.normalise import Sample, check_complete
 from mopdctl.files import fingerprint, read_jsonl
@@ -135,7 +137,10 @@ class HarnessModel(HFLM):
     """lm-eval's transformers model with our progress instead of its bars, encoding prompts as the trainers do.
 
     With a chat template the text of a prompt is complete: the template alone decides on a first token such as `<s>`.
+    Quantized checkpoints are dequantized by our own reader, so that what is scored are the bytes of the file.
     """
+
+    _config: Any
 
     def __init__(self, path: str, *, batch_size: int, chat_template: bool, on_progress: OnProgress) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,6 +159,20 @@ class HarnessModel(HFLM):
             self.add_bos_token = False
         self._on_progress, self._done, self._total = on_progress, 0, 0
         self.set_cache_hook(self)  # nothing is cached: the hook hears of every answer, which is what progress needs
+
+    def _get_config(self, pretrained: str, **options: Any) -> None:
+        super()._get_config(pretrained, **options)
+        self._stored_config = self._config
+        if is_read_here(self._config):  # else lm-eval asks for the package that wrote the checkpoint
+            self._config = deepcopy(self._config)
+            del self._config.quantization_config
+
+    def _create_model(self, pretrained: str, **options: Any) -> None:
+        if self._stored_config is self._config:
+            super()._create_model(pretrained, **options)
+            return
+        dtype = torch.float32 if self.device.type == "cpu" else self._stored_config.dtype or torch.bfloat16
+        self._model = load_quantized(pretrained, self._stored_config, dtype=dtype).to(self.device)
 
     def add_partial(self, attr: str, request: Any, answer: Any) -> None:
         """Counts an answer."""

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mopdctl.errors import InputError
 from mopdctl.evals.recovery import Entry, Figure, decimal_of
 from mopdctl.evals.scores import Evaluation, has_scores, read_scores, score_key
 from mopdctl.records import Score
 from mopdctl.runs import Workspace, read_card
+
+if TYPE_CHECKING:  # it loads numpy, which a table without documents does not need
+    from mopdctl.evals.retention import Pair
 
 _CLAIM = re.compile(r"(?P<task>.+)/(?P<metric>[^/,]+),(?P<filter>[^/,]+)")
 
@@ -89,6 +93,41 @@ def pair_evaluations(
     scored = dict.fromkeys(s.benchmark for name in (after, before) for s in models[name].scores)
     unclaimed = [name for name in scored if name not in claimed]
     return entries, [f"not claimed by a teacher: {', '.join(unclaimed)}"] if unclaimed else []
+
+
+def pair_quantized(
+    workspace: Workspace, *, full: str, quantized: Sequence[str], claimed: Sequence[str] = ()
+) -> "list[Pair]":
+    """For each quantized checkpoint one pair per benchmark of the evaluation `full`.
+
+    The benchmarks of the recovery table (`claimed`, as its entries name them) come first; any other stands for its
+    first score, so that what no teacher claims is seen too. Raises InputError if one of the evaluations is absent.
+    """
+    from mopdctl.evals.lengths import answer_lengths
+    from mopdctl.evals.retention import Pair
+
+    sides = {name: read_scores(workspace.evaluation(name)) for name in dict.fromkeys([full, *quantized])}
+    asked = [_wanted(benchmark, [sides[full]]) for benchmark in claimed]
+    tasks = {one.task for one in asked}
+    others = dict.fromkeys(score.benchmark for score in sides[full].scores if score.benchmark not in tasks)
+    asked += [_wanted(benchmark, [sides[full]]) for benchmark in others]
+    pairs = []
+    for one in {(one.task, one.metric, one.filter): one for one in asked}.values():
+        lengths = {name: answer_lengths(workspace.evaluation(name), one.task, one.filter) for name in sides}
+        pairs += [
+            Pair(
+                checkpoint=name,
+                benchmark=one.task,
+                metric=f"{one.metric},{one.filter}" if one.metric else None,
+                full=_figure(sides[full], one),
+                quantized=_figure(sides[name], one),
+                higher_is_better=one.higher_is_better,
+                full_lengths=lengths[full],
+                quantized_lengths=lengths[name],
+            )
+            for name in dict.fromkeys(quantized)
+        ]
+    return sorted(pairs, key=lambda pair: list(sides).index(pair.checkpoint))
 
 
 @dataclass(frozen=True, slots=True)

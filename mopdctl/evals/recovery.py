@@ -156,7 +156,7 @@ def judge(entry: Entry, *, min_gap: Decimal) -> Row:
     figures = {"before": entry.before, "after": entry.after, "teacher": entry.teacher}
     status, note = state(figures)
     values = paired_values(tuple(figures.values()))
-    scores = [_finite(figure.score) for figure in figures.values()]
+    scores = [finite_or_none(figure.score) for figure in figures.values()]
     counts = {figure.n for figure in figures.values() if figure.n is not None}
     n = counts.pop() if len(counts) == 1 else None
     notes = [note] if note else []
@@ -172,7 +172,7 @@ def judge(entry: Entry, *, min_gap: Decimal) -> Row:
         status, note = _judge_gap(gap, _paired_stderr(values), min_gap)
         notes += [note] if note else []
     if status not in (MISSING, NON_FINITE):
-        notes += _side_notes(figures, values)
+        notes += side_notes(figures, values)
     return Row(
         benchmark=entry.benchmark,
         domain=entry.domain,
@@ -291,7 +291,7 @@ def _documents(figures: dict[str, Figure]) -> tuple[str, str]:
     return PARTIAL, f"{len(shared)} of {len(set.union(*sets))} documents shared ({sizes})"
 
 
-def _side_notes(figures: dict[str, Figure], values: tuple[tuple[float, ...], ...] | None) -> list[str]:
+def side_notes(figures: dict[str, Figure], values: tuple[tuple[float, ...], ...] | None) -> list[str]:
     """What does not change the status but should be known."""
     keys = sorted({key for f in figures.values() for key in f.identity} - set(COMPARED))
     notes = [f"{key} differs" for key in keys if _differs(key, figures)]
@@ -334,7 +334,8 @@ def _by_side(values: dict[str, Any]) -> str:
     return ", ".join(f"{who} {'none' if value is None else value}" for who, value in values.items())
 
 
-def _finite(value: Decimal | None) -> Decimal | None:
+def finite_or_none(value: Decimal | None) -> Decimal | None:
+    """None instead of NaN and infinity."""
     return value if value is not None and value.is_finite() else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mopdctl.evals.scores import write_scores
-from mopdctl.files import write_json
+from mopdctl.files import write_json, write_jsonl
 from mopdctl.records import Score
 from mopdctl.runs import Workspace
 
@@ -106,6 +106,56 @@ def test_what_overlap_said_of_the_student_stands_below_the_table(workspace: Path
         path.unlink()
 
 
+def quantize(workspace: Path, name: str, right: range) -> None:
+    """Evaluation `name` of the checkpoint mopd after quantization: right on these of the 40 documents."""
+    identity = {"version": 1, "num_fewshot": 0, "prompt": "p", "generation": {}}
+    score = Score("gsm8k", "acc", "none", True, 100 * len(right) / 40, None, 40, None, identity)
+    samples: list[dict[str, Any]] = [
+        {"benchmark": "gsm8k", "metric": "acc", "filter": "none", "doc_hash": f"{i}", "value": 100.0 * (i in right)}
+        for i in range(40)
+    ]
+    write_scores(Workspace(workspace).evaluation(name), name, [score], samples)
+
+
+def test_retention_of_a_quantized_checkpoint_stands_under_the_table(workspace: Path) -> None:
+    quantize(workspace, "mopd-nvfp4", range(4, 26))  # 25 right before: 4 of them lost, another one found
+    for name, length in (("mopd", 100), ("mopd-nvfp4", 106)):
+        row = {
+            "doc_hash": "0",
+            "filter": "none",
+            "arguments": {"gen_args_0": {"arg_0": "q", "arg_1": {"until": []}}},
+            "resps": [["x" * length]],
+        }
+        folder = Workspace(workspace).evaluation(name) / "lm_eval"
+        write_jsonl(folder / "samples_gsm8k_2026-11-28T23-23-30.073564.jsonl", [row])
+    command = ["--workspace", workspace, "--before", "rlvr", "--after", "mopd", "--quantized", "mopd-nvfp4"]
+    text, markdown, document = (run(*command, *more) for more in ([], ["--md"], ["--json"]))
+    assert [done.stderr for done in (text, markdown, document)] == ["", "", ""]
+    found = json.loads(document.stdout)
+    row = found["retention"]["rows"][0]
+    assert (row["full"], row["quantized"], row["retention_pct"], row["status"]) == (62.5, 55.0, 88.0, "ok")
+    assert (row["test"], row["worse"], row["better"], row["p_value"]) == ("mcnemar", 4, 1, 0.375)
+    assert row["ci_low"] < 88 < row["ci_high"]
+    assert row["length_ratio"] == 1.06
+    without = json.loads(run(*command[:-2], "--json").stdout)
+    assert without["retention"] is None
+    assert {key: value for key, value in found.items() if key != "retention"} == {
+        key: value for key, value in without.items() if key != "retention"
+    }
+    assert "mopd-nvfp4: median retention 88.0 % (rows: 1)" in text.stdout
+    assert "| mopd-nvfp4 | gsm8k | acc,none | 40 |" in markdown.stdout
+    assert text.stdout.startswith(run(*command[:-2]).stdout.rstrip("\n"))
+
+
+def test_a_quantized_column_of_a_table_is_no_control() -> None:
+    done = run(*NEMOTRON, "--teacher", "teacher", "--control", "sft", "--quantized", "mopd1", "--json")
+    document = json.loads(done.stdout)
+    assert [control["name"] for control in document["controls"]] == ["sft"]
+    rows = document["retention"]["rows"]
+    assert (len(rows), rows[0]["retention_pct"], rows[0]["p_value"]) == (11, 94.1, None)  # 50.8 of 54.0
+    assert document["pooled"]["recovery_pct"] == 77.9
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -124,6 +174,8 @@ def test_what_overlap_said_of_the_student_stands_below_the_table(workspace: Path
             "checkpoints/merge/card.json: names no teachers; pass --teachers FILE",
         ),
         (["--before", "../rlvr", "--after", "mopd"], "name '../rlvr': use 1-100 letters"),
+        (["--before", "rlvr", "--after", "mopd", "--quantized", "no"], "evals/no: no evaluation of that name"),
+        ([*NEMOTRON, "--quantized", "nvfp4"], "no column 'nvfp4'"),
     ],
 )
 def test_bad_input_is_one_line_and_2(workspace: Path, arguments: list[str], problem: str) -> None:
@@ -134,7 +186,7 @@ def test_bad_input_is_one_line_and_2(workspace: Path, arguments: list[str], prob
     assert done.stderr.count("\n") == 1
 
 
-def test_help_begins_with_one_sentence_and_shows_two_examples() -> None:
+def test_help_begins_with_one_sentence_and_shows_three_examples() -> None:
     shown = run("--help").stdout
     assert "Show what each teacher passed on: (after - before) / (teacher - before)" in shown
-    assert shown.count("  mopdctl recovery --") == 2
+    assert shown.count("  mopdctl recovery --") == 3
