@@ -1,7 +1,7 @@
 """`mopdctl distill`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ def distill(
         int | None,
         typer.Option("--warmup", min=1, metavar="STEPS", help="Steps of SFT on the teachers' answers before MOPD."),
     ] = None,
+    student_quant: Annotated[
+        Literal["none", "nvfp4", "mxfp4"] | None,
+        typer.Option("--student-quant", help="Train for FP4: the student runs on its quantized weights."),
+    ] = None,
     controls: Annotated[
         bool,
         typer.Option("--controls", help="Also make what it has to beat, on the same budget: merges, SeqKD, RL, ..."),
@@ -52,6 +56,8 @@ def distill(
       mopdctl distill --teachers teachers.yaml --warmup 20
     With its controls, as NAME.merge, NAME.seqkd, NAME.only-TEACHER, NAME.rl and so on:
       mopdctl distill --teachers teachers.yaml --controls
+    For serving in NVFP4 (quantize NAME with --method max afterwards):
+      mopdctl distill --teachers teachers.yaml --student-quant nvfp4
 
     A run that was killed goes on where it was when the same command is given again: same prompts, same answers, same
     losses. On several GPUs: torchrun --nproc-per-node 8 -m mopdctl distill --teachers teachers.yaml
@@ -69,6 +75,7 @@ def distill(
         "train.learning_rate": learning_rate,
         "train.eval_every": eval_every,
         "train.warm_up.steps": warmup,
+        "train.student_quant": student_quant,
         "train.seed": seed,
     }
     config = load_with_overrides(TeachersFile, teachers, flags, settings or [])

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from mopdctl.config.balance import BalanceConfig, CurriculumConfig
 from mopdctl.config.base import Strict
 from mopdctl.config.lora import Lora
-from mopdctl.config.train import OnPolicyConfig
+from mopdctl.config.train import OnPolicyConfig, WeightQuant
 from mopdctl.config.warmup import WarmUp
 
 
@@ -67,6 +67,8 @@ class DistillTrainConfig(OnPolicyConfig):
     above 1, prompts with a verifier, and `objective: sampled`."""
     reference: str | None = None
     """Model of `extrapolation` and `anchor.kl_weight`; None takes the student as the run begins."""
+    reference_quant: WeightQuant = "none"
+    """Quantizes the weights of that model as `quant` does a teacher's; what it moves is measured, and never refused."""
     anchor: Anchor = Anchor()
     """Terms beside the teachers."""
     advantage_clip: float | None = Field(default=None, gt=0)
@@ -82,6 +84,23 @@ class DistillTrainConfig(OnPolicyConfig):
     """Factors on the teachers' weights."""
     curriculum: CurriculumConfig | None = None
     """Which prompts of a teacher come up, by the student's pass rate; None takes each as often as any other."""
+    student_quant: WeightQuant = "none"
+    """Quantization-aware distillation: wherever the student runs, it runs on its weights as FP4 holds them, while the
+    optimizer moves the weights themselves (straight-through gradient). Scales are those of `--method max`, chosen anew
+    after every step. The checkpoint holds the weights themselves; `mopdctl quantize NAME --method max` makes of them
+    what the student was trained with, to the bit. With the student itself as the teacher, in full precision:
+
+        name: mopd2-qad
+        student: mopd2
+        prompts: prompts.jsonl
+        teachers: {itself: {model: mopd2, kind: self, domains: [math, code]}}
+        train: {steps: 200, objective: exact, divergence: forward_kl, student_quant: nvfp4}
+    """
+    quant_noise_prompts: int = Field(default=16, gt=0)
+    """Prompts of the first step, of each teacher with a `quant`, on which KL(teacher || quantized teacher) is measured
+    beside KL(teacher || student)."""
+    allow_quant_noise: bool = False
+    """Train even if a quantized teacher lies as far from the teacher as the student does, or further."""
     lora: Lora | None = None
     """Train a LoRA adapter instead of all weights; the checkpoint holds the merged weights, and the adapter beside."""
     warm_up: WarmUp | None = None
@@ -123,6 +142,12 @@ class DistillTrainConfig(OnPolicyConfig):
                 "`lora` needs `optimizer: adamw` and `warm_start: none`: the merge changes the base, and "
                 "Muon is no optimizer for two thin factors"
             )
-        if self.reference and not self.needs_reference:
-            raise ValueError("`reference` needs `extrapolation` other than 1 or `anchor.kl_weight`")
+        if self.lora and self.student_quant != "none":
+            raise ValueError(
+                "`student_quant` trains all weights: an adapter over quantized ones is not what quantizing the merged "
+                "weights gives; leave out `lora`"
+            )
+        for name, given_reference in (("reference", self.reference), ("reference_quant", self.reference_quant)):
+            if given_reference not in (None, "none") and not self.needs_reference:
+                raise ValueError(f"`{name}` needs `extrapolation` other than 1 or `anchor.kl_weight`")
         return self

@@ -9,7 +9,7 @@ from mopdctl.config.base import Strict, load_config
 from mopdctl.config.blackbox import BlackBox, check_group_size
 from mopdctl.config.distill import DistillTrainConfig
 from mopdctl.config.tiers import Tier, TiersConfig
-from mopdctl.config.train import Dtype
+from mopdctl.config.train import Dtype, WeightQuant
 
 
 class Teacher(BlackBox):
@@ -35,11 +35,16 @@ class Teacher(BlackBox):
     """lambda: the weight of its samples in the loss, however often they are drawn."""
     dtype: Dtype = "float32"
     """Precision in which the teacher scores."""
+    quant: WeightQuant = "none"
+    """Scores with weights as FP4 holds them, quantized when it is loaded: nvfp4 by `sweep`, mxfp4 by the even rule. An
+    adapter stays as it is, over a quantized base. See `train.allow_quant_noise`."""
 
     @model_validator(mode="after")
-    def _base_of_something(self) -> Self:
+    def _something_to_load(self) -> Self:
         if self.base is not None and not self.model:
             raise ValueError("`base` needs `model`, the adapter over it")
+        if self.quant != "none" and self.is_black_box:
+            raise ValueError("`quant` needs a teacher that scores; a black box is known by its answers alone")
         return self
 
 

@@ -9,6 +9,10 @@ from mopdctl.config.base import Strict
 
 Dtype = Literal["float32", "bfloat16"]
 
+WeightQuant = Literal["none", "nvfp4", "mxfp4"]
+"""Precision of the weights that `mopdctl quantize` takes by default: the linear layers between embedding and head, the
+matrices of experts. `none` leaves them as they are."""
+
 
 class TrainConfig(Strict):
     """Optimizer, schedule, precision and checkpoints of one training run."""

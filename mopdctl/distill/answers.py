@@ -88,12 +88,12 @@ def rows_to_ask(
 
 def one_at_a_time(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> LoadTeacher:
     """Loads teachers as they are asked for, and drops one before the next. Each has to speak the student's tokens."""
-    held: dict[tuple[str, str | None, str], Teachers] = {}
+    held: dict[tuple[str, str | None, str, str], Teachers] = {}
 
     @contextmanager
     def load(alias: str) -> Iterator[HFModel]:
         teacher = config.teachers[alias]
-        key = (teacher.model, teacher.base, teacher.dtype)
+        key = (teacher.model, teacher.base, teacher.dtype, teacher.quant)
         if key not in held:
             held.clear()
             alone = config.model_copy(update={"teachers": {alias: teacher}})
@@ -164,6 +164,9 @@ def ask_teachers(
                 verdicts = verdicts_on(fresh, prompts, student, pool, truncated=False)
                 trouble.see(fresh, verdicts)
                 rollouts.keep([with_verdict(s, v) for s, v in zip(fresh, verdicts, strict=True)])
+                if fresh:
+                    there, wanted = min(first + batch_size, len(asked[alias])), len(asked[alias])
+                    on_note(f"teacher {alias!r}: {there} of {wanted} answers are there")
         rollouts.finish()
     distributed.barrier()
     for line in trouble.lines():

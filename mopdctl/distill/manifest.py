@@ -5,6 +5,7 @@ from typing import Any
 
 from mopdctl.config.teachers import TeachersFile
 from mopdctl.distill.teachers import Teachers
+from mopdctl.engines.fake_quant import FROZEN
 from mopdctl.engines.hf import HFModel
 from mopdctl.engines.tokenizers import identify, tokenizer_fingerprint
 from mopdctl.errors import InputError
@@ -20,7 +21,8 @@ def teacher_manifest(config: TeachersFile, teachers: Teachers) -> dict[str, Any]
     (under an adapter: those of its base), or `id@commit` of a hub model; `adapter`, the digest of the adapter or null;
     `tokenizer`, the digest of vocabulary, special tokens, end tokens and template; `chat_template`, that of the
     template alone, or null without one; `end_tokens`; `dtype`, in which it scores; `quantization`, as its
-    configuration has it, or null.
+    configuration has it, or null; and `quant`, format and method, where its weights were quantized when they were
+    loaded.
     """
     digests: dict[str, str] = {}
     found = {}
@@ -37,8 +39,10 @@ def teacher_manifest(config: TeachersFile, teachers: Teachers) -> dict[str, Any]
             "chat_template": identity.chat_template or None,
             "end_tokens": list(identity.eos_ids),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "quantization": _quantization(model),
+            "quantization": _quantization(source.model, model),
         }
+        if (quant := config.teachers[alias].quant) != "none":
+            found[alias]["quant"] = {"format": quant, "method": FROZEN[quant]}
     return {"schema": "mopdctl.teacher_manifest/1", "teachers": found}
 
 
@@ -79,6 +83,8 @@ def _folder_digest(folder: Path) -> str:
     return fingerprint({path.name: file_digest(path) for path in [*sorted(folder.glob("*.safetensors")), *configs]})
 
 
-def _quantization(model: HFModel) -> dict[str, Any] | None:
+def _quantization(path: str, model: HFModel) -> dict[str, Any] | None:
     found = getattr(model.model.config, "quantization_config", None)
+    if found is None and Path(path).is_dir():  # a model with dequantized weights no longer says that they were not
+        found = read_json(Path(path) / "config.json").get("quantization_config")
     return found if found is None or isinstance(found, dict) else dict(found.to_dict())

@@ -1,5 +1,6 @@
 """A run before its first step and after its last: what can be checked without a model, its record, its card."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from mopdctl.distill.blackbox.texts import read_answers
 from mopdctl.distill.curriculum import check_curriculum
 from mopdctl.distill.merging.sources import open_sources
 from mopdctl.distill.prompts import RunPrompts, read_run_prompts
-from mopdctl.distill.teachers import teacher_source
+from mopdctl.distill.teachers import check_identity, teacher_source
 from mopdctl.distill.warmup import REPORT, WARM_UP
+from mopdctl.engines.fake_quant import TRAINED
+from mopdctl.engines.tokenizers import ChatTokenizer, identify
+from mopdctl.errors import InputError
 from mopdctl.files import file_digest, read_json
 from mopdctl.rollouts.held_out import check_all_verifiable
 from mopdctl.runs import Workspace, check_name_is_ours, model_identity, read_metrics
@@ -23,12 +27,12 @@ from mopdctl.train.rows import count_rows, data_files
 def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_run: bool = False) -> dict[str, Any]:
     """Everything that can be checked without loading a model: prompts, routing, model arguments. Writes nothing.
 
-    `dry_run` also checks whether the name is free: that reads all weights, and `run_distill` does it anyway.
+    `dry_run` also checks tokenizers and whether the name is free: that reads all weights, and `run_distill` does it
+    anyway.
     """
     found = read_run_prompts(config, base=base)
     scoring = [alias for alias, teacher in config.teachers.items() if not teacher.is_black_box]
     scored_before = bool(scoring) and config.train.objective == "sampled"
-    scoring = [alias for alias, teacher in config.teachers.items() if not teacher.is_black_box]
     check_balance(config.train.balance, scoring, scored_before=scored_before)
     if config.train.curriculum is not None:
         check_curriculum(found.prompts)
@@ -48,6 +52,7 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
     if config.train.reference is not None:
         workspace.resolve_model(config.train.reference, relative_to=base)
     if dry_run:
+        _check_tokenizers(config, student, teachers)
         record = run_record(config, workspace, base)
         check_name_is_ours(workspace.checkpoint(config.name), workspace.run(config.name), record)
     return {
@@ -57,8 +62,10 @@ def plan_distill(config: TeachersFile, workspace: Workspace, *, base: Path, dry_
         "prompts": len(found.prompts),
         "prompts_per_teacher": found.per_teacher(),
         "objective": config.train.objective,
+        "warm_up_steps": config.train.warm_up.steps if config.train.warm_up else 0,
         "steps": config.train.steps,
         "samples": config.train.steps * config.train.batch_size * config.train.samples_per_prompt,
+        "train": config.train.model_dump(mode="json", exclude_unset=True),
     }
 
 
@@ -66,6 +73,19 @@ def _teacher_model(alias: str, config: TeachersFile, workspace: Workspace, base:
     """What to load for a teacher, None for one that is known by its answers alone. Raises InputError naming it."""
     teacher = config.teachers[alias]
     return teacher_source(alias, teacher, workspace, base=base).path if teacher.model else None
+
+
+def _check_tokenizers(config: TeachersFile, student: str, teachers: Mapping[str, str | None]) -> None:
+    """Raises InputError naming the first teacher that does not read the student's tokens, or cannot be read."""
+    own, known = identify(ChatTokenizer.load(student)), {student}
+    for alias, path in teachers.items():
+        if path is not None and path not in known:
+            try:
+                found = identify(ChatTokenizer.load(path))
+            except InputError as error:
+                raise InputError(f"teacher {alias!r}: {error}") from None
+            check_identity(f"teacher {alias!r} ({config.teachers[alias].model})", found, config.student, own)
+            known.add(path)
 
 
 def _check_answers(config: TeachersFile, workspace: Workspace, found: RunPrompts, base: Path) -> None:
@@ -91,6 +111,8 @@ def run_record(config: TeachersFile, workspace: Workspace, base: Path) -> dict[s
         record["train"]["eval_prompts"] = file_digest(base / train.eval_prompts)
     if train.anchor.sft_data is not None:
         record["train"]["anchor"]["sft_data"] = file_digest(base / train.anchor.sft_data)
+    # It may be allowed once the run was refused: nothing that was sampled until then comes out differently.
+    del record["train"]["allow_quant_noise"]
     # Teachers are keyed by alias and sorted: their order in the file means nothing.
     record["teachers"] = dict(sorted(record["teachers"].items()))
     return record
@@ -131,9 +153,20 @@ def run_card(config: TeachersFile, record: dict[str, Any], folder: Path) -> dict
             for alias, teacher in sorted(config.teachers.items())
         },
     }
+    if config.train.student_quant != "none":
+        card["student_quant"] = {
+            "format": config.train.student_quant,
+            "method": TRAINED,
+            "weights": f"not quantized; `mopdctl quantize --method {TRAINED}` makes of them what was trained",
+        }
     if (warmed := folder / WARM_UP / REPORT).exists():
         card["warm_up"] = read_json(warmed)
-    history = [row for row in read_metrics(folder) if "held_out/score" in row]
+    rows = read_metrics(folder)
+    for alias, teacher in config.teachers.items():
+        if teacher.quant != "none":
+            noise = {key: rows[0][f"teacher/{key}"][alias] for key in ("quant_kl_nats", "student_kl_nats")}
+            card["teachers"][alias] |= {"quant": teacher.quant, **noise}
+    history = [row for row in rows if "held_out/score" in row]
     if history:
         card["steps_to_reach_teacher"] = held_out.reached(history)
     return card

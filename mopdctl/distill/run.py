@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,13 +20,15 @@ from mopdctl.distill.manifest import MANIFEST, check_states, teacher_manifest
 from mopdctl.distill.outcome import outcome_advantages
 from mopdctl.distill.plan import plan_distill, run_card, run_record
 from mopdctl.distill.prompts import read_run_prompts
+from mopdctl.distill.quant_noise import measure_quant_noise
 from mopdctl.distill.score import score, with_scores
 from mopdctl.distill.start import begin
-from mopdctl.distill.teachers import Teachers, check_tokens, load_teachers
+from mopdctl.distill.teachers import Teachers, load_reference, load_teachers
 from mopdctl.distill.tiers import route_by_tiers, tier_counts
-from mopdctl.engines.adapters import AdaptedModel, own_weights
+from mopdctl.engines.adapters import own_weights
+from mopdctl.engines.fake_quant import fake_quantize_weights
 from mopdctl.engines.hf import HFModel
-from mopdctl.engines.tokenizers import identify, tokenizer_fingerprint
+from mopdctl.engines.tokenizers import tokenizer_fingerprint
 from mopdctl.errors import InputError
 from mopdctl.records import Prompt, Sample
 from mopdctl.rollouts.book import PromptBook
@@ -71,9 +74,11 @@ def run_distill(
         seed=train.seed,
         batch_size=train.sampling_batch_size,
     )
+    if train.student_quant != "none":
+        fake_quantize_weights(student.model, train.student_quant)
     teachers = load_teachers(config, student, workspace, base=base)
     manifest = teacher_manifest(config, teachers)
-    reference = _load_reference(config, student, workspace, base=base) if train.needs_reference else None
+    reference = load_reference(config, student, workspace, base=base) if train.needs_reference else None
     others = [] if reference is None else [reference]
     if train.objective != "sampled":
         _check_heads((student, *others), teachers)
@@ -170,6 +175,11 @@ def run_distill(
                     with clock.stage("verify"):
                         samples = _checked(samples, rollouts, by_id, student, pool)
                 with clock.stage("score"):
+                    noise: dict[str, Any] = {}
+                    if step == 0:
+                        noise = measure_quant_noise(
+                            samples, teachers, student, config, workspace, reference=reference, base=base
+                        )
                     scored = [sample for sample in samples if sample.teacher_id not in course.aliases]
                     outcomes = outcome_advantages(scored, step) if train.outcome_weight else None
                     sequences = score(
@@ -187,7 +197,7 @@ def run_distill(
                     rollouts.keep(with_scores(samples, sequences, result))
                 by_teacher = [(s.teacher_id, len(s.response_ids), s.finish_reason) for s in samples]
                 metrics = {"step": step, **rollout_metrics(step, result, norm, by_teacher, train), **clock.metrics()}
-                metrics |= seen | {"perf/teacher_tokens": _forwarded(teachers)}
+                metrics |= noise | seen | {"perf/teacher_tokens": _forwarded(teachers)}
                 if rates:
                     earned = outcomes_of(samples)
                     rates.observe(earned)
@@ -200,17 +210,6 @@ def run_distill(
             rollouts.finish()
         session.publish(target, run_card(config, record, folder) | course.card(), record)
     return target
-
-
-def _load_reference(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> HFModel:
-    """The third model: the one named, else the student as the run begins, frozen. It reads the student's tokens too."""
-    if config.train.reference is None and isinstance(student, AdaptedModel):
-        return student.shared.without_adapter()
-    name = config.student if config.train.reference is None else config.train.reference
-    path = workspace.resolve_model(name, relative_to=base)
-    model = HFModel.load(path, dtype=config.train.dtype, batch_size=config.train.sampling_batch_size)
-    check_tokens(f"reference ({name})", model, student, config.student, identify(student))
-    return model
 
 
 def _check_heads(models: Sequence[HFModel], teachers: Teachers) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from mopdctl.config.teachers import Teacher, TeachersFile
-from mopdctl.config.train import Dtype
+from mopdctl.config.train import Dtype, WeightQuant
 from mopdctl.engines.adapters import AdaptedModel, SharedBase, Source, find_source
+from mopdctl.engines.fake_quant import quantize_weights
 from mopdctl.engines.head import backbone
 from mopdctl.engines.hf import HFModel, default_device
 from mopdctl.engines.tokenizers import TokenizerIdentity, differences, identify
@@ -153,6 +154,26 @@ def _detached(head: Head, device: torch.device | None) -> Head:
     return Head(weight, bias, head.scale, head.softcap)
 
 
+def load_frozen(path: str, *, dtype: Dtype, quant: WeightQuant, batch_size: int) -> HFModel:
+    """A model that only scores, its weights quantized if asked for. Raises InputError naming what cannot be."""
+    model = HFModel.load(path, dtype=dtype, batch_size=batch_size)
+    if quant != "none":
+        quantize_weights(model, path, quant)
+    return model
+
+
+def load_reference(config: TeachersFile, student: HFModel, workspace: Workspace, *, base: Path) -> HFModel:
+    """The third model: the one named, else the student as the run begins, frozen. It reads the student's tokens too."""
+    train = config.train
+    if train.reference is None and isinstance(student, AdaptedModel) and train.reference_quant == "none":
+        return student.shared.without_adapter()
+    name = config.student if train.reference is None else train.reference
+    path = workspace.resolve_model(name, relative_to=base)
+    model = load_frozen(path, dtype=train.dtype, quant=train.reference_quant, batch_size=train.sampling_batch_size)
+    check_tokens(f"reference ({name})", model, student, config.student, identify(student))
+    return model
+
+
 def teacher_source(alias: str, teacher: Teacher, workspace: Workspace, *, base: Path) -> Source:
     """Where a teacher's weights lie; `base` is the folder that relative paths start from. Reads no weights.
 
@@ -169,10 +190,10 @@ def load_teachers(
 ) -> Teachers:
     """Loads every teacher that gives log-probabilities. Raises InputError if one does not speak the student's tokens.
 
-    Aliases that name the same checkpoint in the same precision share one copy in memory, and so do adapters over it;
-    that of a student which trains an adapter serves as well. A teacher whose embedding is padded to another size is
-    fine: logits are cut to the real vocabulary. Black boxes are left out. `dtype` overrides that of each teacher. They
-    come sorted by alias, so that their order in the file means nothing.
+    Aliases that name the same checkpoint in the same precision, quantized alike, share one copy in memory, and so do
+    adapters over it; that of a student which trains an adapter serves as well, where nothing is quantized. A teacher
+    whose embedding is padded to another size is fine: logits are cut to the real vocabulary. Black boxes are left out.
+    `dtype` overrides that of each teacher. They come sorted by alias, so that their order in the file means nothing.
     """
     train = config.train
     sources = {
@@ -180,10 +201,14 @@ def load_teachers(
         for alias, teacher in sorted(config.teachers.items())
         if not teacher.is_black_box
     }
-    keys = {alias: (_place(s.model), dtype or config.teachers[alias].dtype) for alias, s in sources.items()}
+    keys = {
+        alias: (_place(source.model), dtype or teacher.dtype, teacher.quant)
+        for alias, source in sources.items()
+        if (teacher := config.teachers[alias])
+    }
     with_adapters = {keys[alias] for alias, source in sources.items() if source.adapter is not None}
-    bases: dict[tuple[str, Dtype], HFModel] = {}
-    shared: dict[tuple[str, Dtype], SharedBase] = {}
+    bases: dict[tuple[str, Dtype, WeightQuant], HFModel] = {}
+    shared: dict[tuple[str, Dtype, WeightQuant], SharedBase] = {}
     by_alias: dict[str, HFModel] = {}
     own = identify(student)
     for alias, source in sources.items():
@@ -192,7 +217,7 @@ def load_teachers(
             by_alias[alias] = lent
             continue
         if key not in bases:
-            bases[key] = HFModel.load(source.model, dtype=key[1], batch_size=train.sampling_batch_size)
+            bases[key] = load_frozen(source.model, dtype=key[1], quant=key[2], batch_size=train.sampling_batch_size)
             if train.teacher_residency == "one":  # room for the next one
                 bases[key].model.to(_HOST)
                 bases[key].device = _HOST
@@ -211,12 +236,21 @@ def _place(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
-def _from_student(student: HFModel, place: str, dtype: Dtype) -> HFModel | None:
+def _from_student(student: HFModel, place: str, dtype: Dtype, quant: WeightQuant) -> HFModel | None:
     """The base of a student that trains an adapter, if that is the checkpoint asked for, in that precision."""
-    if not isinstance(student, AdaptedModel) or student.shared.trained is None:
+    if not isinstance(student, AdaptedModel) or student.shared.trained is None or quant != "none":
         return None
     path = _place(str(student.model.name_or_path))
     return student.shared.without_adapter() if (path, str(student.dtype)) == (place, f"torch.{dtype}") else None
+
+
+def check_identity(who: str, found: TokenizerIdentity, student_name: str, own: TokenizerIdentity) -> None:
+    """Raises InputError unless one tokenizer reads the student's tokens as the student wrote them."""
+    if differing := differences(own, found):
+        raise InputError(
+            f"{who}: differs from student {student_name} in {'; '.join(differing)}; a {who.split(' ', 1)[0]} must read "
+            "the student's tokens as the student wrote them"
+        )
 
 
 def check_tokens(who: str, model: HFModel, student: HFModel, student_name: str, own: TokenizerIdentity) -> None:
@@ -224,11 +258,7 @@ def check_tokens(who: str, model: HFModel, student: HFModel, student_name: str, 
 
     `who` is what the model is called, and `own` the student's identity.
     """
-    if found := differences(own, identify(model)):
-        raise InputError(
-            f"{who}: differs from student {student_name} in {'; '.join(found)}; a {who.split(' ', 1)[0]} must read the "
-            "student's tokens as the student wrote them"
-        )
+    check_identity(who, identify(model), student_name, own)
     if model.vocab_size != student.vocab_size:
         raise InputError(
             f"{who}: its embedding has {model.vocab_size} rows for the {student.vocab_size} tokens of the student; "

@@ -23,6 +23,7 @@ from mopdctl.distill.answers import (
 )
 from mopdctl.distill.jobs import answer_settings
 from mopdctl.distill.prompts import prompt_digests, read_run_prompts
+from mopdctl.engines.fake_quant import fake_quantize_weights
 from mopdctl.engines.hf import HFModel
 from mopdctl.files import write_json
 from mopdctl.records import Sample
@@ -157,6 +158,8 @@ def run_seqkd(
         return target
     start = workspace.resolve_model(config.student, relative_to=base)
     student = load_student(start, train.lora, dtype=train.dtype, seed=train.seed, batch_size=train.sampling_batch_size)
+    if train.student_quant != "none":
+        fake_quantize_weights(student.model, train.student_quant)
     book = PromptBook(student, prompts, answer_settings(config))
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     tools = environment_tools(by_id, student, variables=book.template_kwargs)

@@ -130,7 +130,8 @@ def _rl(config: TeachersFile, workspace: Workspace, base: Path) -> Control:
     unverifiable = next((prompt for prompt in found.prompts if prompt.verifier is None), None)
     if unverifiable is not None:
         return Control(name, what, None, f"{unverifiable.place} names no verifier")
-    for setting, there in (("train.lora", train.lora), ("efforts", config.efforts)):
+    quant = train.student_quant != "none"
+    for setting, there in (("train.lora", train.lora), ("train.student_quant", quant), ("efforts", config.efforts)):
         if there:
             return Control(name, what, None, f"RL knows no `{setting}`, so that it would be another budget")
 

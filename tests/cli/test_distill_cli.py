@@ -52,6 +52,7 @@ OPTIONS: dict[str, tuple[list[str], str, Any]] = {
     "learning_rate": (["--learning-rate", "0.5"], "train.learning_rate", 0.5),
     "eval_every": (["--eval-every", "3"], "train.eval_every", 3),
     "warmup": (["--warmup", "4"], "train.warm_up.steps", 4),
+    "student_quant": (["--student-quant", "nvfp4"], "train.student_quant", "nvfp4"),
     "seed": (["--seed", "9"], "train.seed", 9),
     "settings": (["--set", "train.trust_region=0.25"], "train.trust_region", 0.25),
 }

@@ -223,7 +223,8 @@ def test_a_folder_has_one_writer_and_is_free_again_afterwards(tmp_path: Path) ->
 def test_a_run_goes_on_only_under_the_configuration_that_it_began_with(tmp_path: Path) -> None:
     open_run(tmp_path, {"lr": 1e-5, "steps": 10, "teachers": {"a": [1, 2]}})
     open_run(tmp_path, {"teachers": {"a": [1, 2]}, "steps": 10, "lr": 1e-5})
-    with pytest.raises(InputError, match=r"\(lr was 1e-05, now 2e-05; seed was not set, now 0; steps was 10, now not set\)"):
+    told = r"\(lr was 1e-05, now 2e-05; seed was not set, now 0; steps was 10, now not set\)"
+    with pytest.raises(InputError, match=told):
         open_run(tmp_path, {"lr": 2e-5, "teachers": {"a": [1, 2]}, "seed": 0})
     assert json.loads((tmp_path / "config.json").read_text())["lr"] == 1e-5
 

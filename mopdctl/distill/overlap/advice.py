@@ -70,5 +70,22 @@ def overall(advice: Mapping[str, Advice]) -> Advice:
     return Advice(choice, f"the most careful advice, that for {', '.join(names)}, decides")
 
 
+def how_to(choice: Choice, no_merge: str) -> str:
+    """The settings under `train` that follow the advice.
+
+    A merge of weights is the better warm-up where there can be one: in the tiny world it brought more than SFT on the
+    teachers' answers, and it costs no answers (`world.family`).
+
+    Args:
+        choice: Of the whole run.
+        no_merge: Why student and teachers cannot be merged; empty if they can.
+    """
+    if choice != "warm-up first":
+        return f"objective: {choice}"
+    if no_merge:
+        return f"--warmup STEPS, which is SFT on the teachers' answers (no merge: {no_merge})"
+    return "warm_start: merge, and trust_region: 0.5 with it; or --warmup STEPS, SFT on the teachers' answers"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.2f} %"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mopdctl.distill.overlap.advice import advise, overall
+from mopdctl.distill.overlap.advice import advise, how_to, overall
 from mopdctl.distill.overlap.candidates import Candidate, rank
 from mopdctl.distill.overlap.look import Seen
 from mopdctl.distill.overlap.measures import IMPOSSIBLE, NGRAM
@@ -25,6 +25,7 @@ def to_document(
     made_by: Mapping[str, str],
     digests: Mapping[Source, Any],
     new: int,
+    no_merge: str,
 ) -> dict[str, Any]:
     """Everything that was found, with what it was found on.
 
@@ -36,9 +37,11 @@ def to_document(
         made_by: Digests of `student` and `prompts`.
         digests: Those of the models.
         new: Answers that were sampled for this report.
+        no_merge: Why student and teachers cannot be merged; empty if they can.
     """
     train = spec.config.train
     teachers = list(zip(plan.teachers, found, strict=False))
+    advice = overall({seat.alias: advise(one.support) for seat, one in teachers})
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "name": spec.report_name,
@@ -63,7 +66,7 @@ def to_document(
             for alias, teacher in sorted(spec.config.teachers.items())
             if teacher.is_black_box
         },
-        "advice": asdict(overall({seat.alias: advise(one.support) for seat, one in teachers})),
+        "advice": asdict(advice) | {"how": how_to(advice.choice, no_merge)},
     }
     if plan.domain:
         theirs = found[len(plan.teachers) :]

@@ -47,7 +47,9 @@ def to_text(document: dict[str, Any]) -> str:
     lines.append("")
     for alias, one in teachers.items():
         lines.append(f"advice for {_plain(alias)}: {one['advice']['choice']} - {one['advice']['reason']}")
-    lines.append(f"advice: {document['advice']['choice']} - {_plain(document['advice']['reason'])}")
+    advice = document["advice"]
+    lines.append(f"advice: {advice['choice']} - {_plain(advice['reason'])}")
+    lines.append(f"that is {_plain(advice['how'])}")
     return "\n".join(lines)
 
 

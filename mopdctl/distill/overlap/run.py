@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.distill.jobs import answer_settings
+from mopdctl.distill.merging.sources import open_sources
 from mopdctl.distill.overlap.answers import student_answers
 from mopdctl.distill.overlap.document import to_document
 from mopdctl.distill.overlap.look import look_at
@@ -103,7 +104,8 @@ def _measured(
         {
             seat.alias: one.streams
             for seat, one in zip(plan.teachers, found, strict=False)
-            if digests[seat.source] == made_by["student"] and seat.teacher.dtype == config.train.dtype
+            if digests[seat.source] == made_by["student"]
+            and (seat.teacher.dtype, seat.teacher.quant) == (config.train.dtype, "none")
         },
         top_k=spec.top_k,
         room=spec.room,
@@ -121,7 +123,17 @@ def _measured(
         made_by=made_by,
         digests=digests,
         new=new,
+        no_merge=_no_merge(spec, workspace),
     )
+
+
+def _no_merge(spec: OverlapSpec, workspace: Workspace) -> str:
+    """Why student and teachers cannot be merged, empty if they can. Reads no weights."""
+    try:
+        open_sources(spec.config, workspace, base=spec.base)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def _checked_length(seat: Seat, student: HFModel) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mopdctl.distill.overlap import advice
-from mopdctl.distill.overlap.advice import Advice, Support, advise, overall
+from mopdctl.distill.overlap.advice import Advice, Support, advise, how_to, overall
 
 INSIDE = Support(top_k_overlap=0.9, student_mass=0.99, impossible_share=0.0)
 TINY = 1e-9
@@ -57,3 +57,10 @@ def test_the_most_careful_advice_decides_for_the_run() -> None:
     assert overall({"c": warm_up, "b": sampled, "a": warm_up}) == Advice(
         "warm-up first", "the most careful advice, that for a, c, decides"
     )
+
+
+def test_a_warm_up_is_a_merge_where_student_and_teachers_can_be_merged() -> None:
+    assert how_to("warm-up first", "").startswith("warm_start: merge, and trust_region: 0.5")
+    assert how_to("warm-up first", "it is an adapter").endswith("(no merge: it is an adapter)")
+    assert "warm_start" not in how_to("warm-up first", "it is an adapter")
+    assert (how_to("exact", ""), how_to("sampled", "")) == ("objective: exact", "objective: sampled")

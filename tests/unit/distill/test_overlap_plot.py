@@ -50,7 +50,7 @@ def document(**teachers: dict[str, Any]) -> dict[str, Any]:
         "zero_test": {"against": "itself", "tokens": 5, "kl_nats": 0.0, "exact": True},
         "teachers": teachers or {"math": teacher(), "code": teacher(0.9, 2.0)},
         "not_measured": {},
-        "advice": {"choice": "exact", "reason": "so for every teacher"},
+        "advice": {"choice": "exact", "reason": "so for every teacher", "how": "objective: exact"},
     }
 
 
@@ -116,5 +116,5 @@ def test_the_table_has_a_column_per_teacher_and_the_advice_below() -> None:
     assert row.split()[-6:] == ["50.0", "+-", "1.0", "90.0", "+-", "1.0"]
     assert "-0.0" not in "\n".join(line for line in lines if line.startswith("KL"))
     assert "student pass@1, %" in next(line for line in lines if line.endswith("-") and "pass@1" in line)
-    assert lines[-1] == "advice: exact - so for every teacher"
+    assert lines[-2:] == ["advice: exact - so for every teacher", "that is objective: exact"]
     assert "zero test: student against itself: nothing differs (5 tokens)" in lines
