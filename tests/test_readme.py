@@ -72,6 +72,13 @@ def test_the_teachers_file_in_the_readme_loads() -> None:
     assert config.teachers["self"].kind == "self"
 
 
+def test_the_file_that_trains_for_four_bits_loads() -> None:
+    (document,) = documents("Quantize for serving")
+    config = parse(TeachersFile, document, source="README.md")
+    assert config.train.student_quant == "nvfp4"
+    assert config.student == config.teachers["itself"].model
+
+
 def over(document: Any, other: Any) -> Any:
     """One document laid over another, mapping by mapping."""
     if not (isinstance(document, dict) and isinstance(other, dict)):
@@ -283,6 +290,8 @@ def check_story(document: dict[str, Any]) -> None:
     assert recovery["pooled"]["recovery_pct"] >= 80
     assert not any(row["gain_ci_high"] < 0 for row in recovery["rows"])
     assert all(control["ci_low"] > 0 for control in recovery["controls"])
+    (kept,) = document["retention"]["checkpoints"]
+    assert kept["median_pct"] >= 95
 
 
 @pytest.mark.slow
@@ -296,9 +305,10 @@ def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout)["recovery"] == document["recovery"]
     shutil.copytree(ROOT / "sample_data/family", tmp_path / "sample_data/family")
-    tour = [c for title in ("Your own models", "Merging teachers", "Rollouts") for c in commands(title)]
+    titles = ("Your own models", "Merging teachers", "Quantize for serving", "Rollouts")
+    tour = [c for title in titles for c in commands(title)]
     tour = [c for c in tour if "--scores" not in c]
-    assert len(tour) == 19
+    assert len(tour) == 24
     shown = {}
     for command in tour:
         done = run(command, tmp_path)
@@ -314,6 +324,10 @@ def test_quickstart_tells_the_story_and_the_tour_goes_on_from_it(tmp_path: Path)
     made = {path.name for path in (tmp_path / "workspace/checkpoints").glob("family.*")}
     kinds = ("merge", "linear", "ties", "seqkd", "only-arithmetic", "only-tools", "rl")
     assert made == {f"family.{kind}" for kind in kinds}
+    assert "retention" in shown[next(c for c in tour if "--quantized" in c)].lower()
+    assert (tmp_path / "mopd2-fp4.md").read_text("utf-8").startswith("#")
+    mixed = json.loads((tmp_path / "workspace/checkpoints/mopd2-mixed/config.json").read_text("utf-8"))
+    assert mixed["quantization_config"]["format"] == "mixed-precision"
     compared = shown[next(c for c in tour if "family.seqkd" in c and "recovery" in c)]
     assert "family.merge" in compared
     assert "family.seqkd" in compared

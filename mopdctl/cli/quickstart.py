@@ -40,7 +40,7 @@ def quickstart(
         return
     prepare_runtime()
     with stdout_reserved():
-        from mopdctl.world.story import AFTER, BEFORE, CONTROLS, Stage, build_stages, read_see_saw
+        from mopdctl.world.story import AFTER, BEFORE, CONTROLS, QUANTIZED, Stage, build_stages, read_see_saw
         from mopdctl.world.workers import run_stages
 
         run = place.run("quickstart")
@@ -58,6 +58,7 @@ def quickstart(
 
             run_stages(place, recipe, stages, on_start=on_start, on_done=on_done)
         table = _table(place, BEFORE, AFTER, CONTROLS)
+        kept = _retention(place, AFTER, QUANTIZED)
         scores = read_see_saw(place, recipe)
     seconds = round(time.monotonic() - began, 1)
     if as_json:
@@ -68,6 +69,7 @@ def quickstart(
                 "seed": seed,
                 "seconds": seconds,
                 "recovery": table["json"],
+                "retention": kept["json"],
                 "scores": scores,
             }
         )
@@ -75,8 +77,9 @@ def quickstart(
     controls = " ".join(f"--control {name}" for name in CONTROLS)
     where = "" if place.root == DEFAULT_WORKSPACE else f" --workspace {place.root}"
     result("\n" + "\n".join(_scores(scores)))
-    note(f"\n$ mopdctl recovery --before {BEFORE} --after {AFTER} {controls}{where}")
+    note(f"\n$ mopdctl recovery --before {BEFORE} --after {AFTER} {controls} --quantized {QUANTIZED}{where}")
     result("\n" + table["text"])
+    result("\n" + kept["text"])
     note(f"\n{seconds:.0f} s")
 
 
@@ -126,6 +129,16 @@ def _table(place: Any, before: str, after: str, controls: tuple[str, ...]) -> di
     table = recover(entries, min_gap=Decimal(1), control_names=controls, notes=notes)
     table = add_intervals(table, entries, seed=0, resamples=10_000)
     return {"json": report.to_json(table), "text": report.to_text(table)}
+
+
+def _retention(place: Any, full: str, quantized: str) -> dict[str, Any]:
+    """What the quantized checkpoint kept of the scores."""
+    from mopdctl.evals import retention_report
+    from mopdctl.evals.pairing import pair_quantized
+    from mopdctl.evals.retention import retain
+
+    retained = retain(pair_quantized(place, full=full, quantized=[quantized]), full=full)
+    return {"json": retention_report.to_json(retained), "text": retention_report.to_text(retained)}
 
 
 def _scores(scores: dict[str, dict[str, float | None]]) -> list[str]:

@@ -23,6 +23,7 @@ from mopdctl.world.recipe import Recipe
 
 OnStep = Callable[[int, dict[str, Any]], None]
 BEFORE, AFTER, CONTROLS = "rlvr", "mopd2", ("merge", "sft-more")
+QUANTIZED = f"{AFTER}-nvfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,14 @@ def build_stages(workspace: Workspace, recipe: Recipe) -> list[Stage]:
         found.append(_sft(workspace, name, f"a new specialist for {domain}, forked from mopd1", ("mopd1",)))
     what = "second MOPD iteration, with the new specialists"
     found.append(_distill(workspace, "mopd2", what, ("mopd1", *second, AGENT_DOMAIN)))
+    found.append(_quantize(workspace, "mopd2 in four bits, for serving"))
     found.append(_merge(workspace, recipe, ("rlvr", *second, AGENT_DOMAIN)))
     found.append(_sft(workspace, "sft-more", "control: as many steps of plain SFT on the mixture", ("rlvr",)))
 
     whole = dict.fromkeys(DOMAINS, recipe.documents)
     taught = dict.fromkeys(teachers, recipe.documents)
     found += [_eval(workspace, "student", dict.fromkeys(DOMAINS, recipe.see_saw_documents))]
-    found += [_eval(workspace, BEFORE, whole), _eval(workspace, AFTER, whole)]
+    found += [_eval(workspace, name, whole) for name in (BEFORE, AFTER, QUANTIZED)]
     for domain in teachers:
         others = dict.fromkeys(DOMAINS, recipe.see_saw_documents)
         found.append(_eval(workspace, domain, others | {domain: recipe.documents}))
@@ -147,6 +149,17 @@ def _pivots(workspace: Workspace, recipe: Recipe) -> list[Stage]:
     ]
 
 
+def _quantize(workspace: Workspace, what: str) -> Stage:
+    def run(on_step: OnStep) -> Path:
+        from mopdctl.config.quant import QuantConfig
+        from mopdctl.quant.run import quantize_model
+
+        return quantize_model(QuantConfig(model=AFTER, name=QUANTIZED), workspace, base=Path())
+
+    command = f"mopdctl quantize {AFTER} --format nvfp4 --name {QUANTIZED}{_at(workspace)}"
+    return Stage(QUANTIZED, what, command, (AFTER,), 0, run)
+
+
 def _merge(workspace: Workspace, recipe: Recipe, needs: tuple[str, ...]) -> Stage:
     path = config_path(workspace, "merge")
     config = load_config(TeachersFile, path)
@@ -187,7 +200,8 @@ def read_see_saw(workspace: Workspace, recipe: Recipe) -> dict[str, dict[str, fl
         AGENT_DOMAIN,
         "mopd1",
         *(f"{d}-2" for d in recipe.refork),
-        "mopd2",
+        AFTER,
+        QUANTIZED,
         *CONTROLS,
     ]
     found: dict[str, dict[str, float | None]] = {}
