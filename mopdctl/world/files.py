@@ -157,7 +157,6 @@ def _mopd(
     train = _train(steps, recipe.mopd_batch, recipe.mopd_rate, seed) | {
         "max_new_tokens": _ERRAND_TOKENS,
         "objective": recipe.objective,
-        "trust_region": recipe.trust_region,
         "loss_reduction": recipe.loss_reduction,
         "warm_start": warm_start,
         "warm_start_scale": recipe.warm_start_scale,

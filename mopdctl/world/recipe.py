@@ -56,8 +56,6 @@ class Recipe(Strict):
     warm_start: Literal["none", "merge"] = "merge"
     """How `mopd1` begins; `mopd2` always begins from `mopd1` itself."""
     warm_start_scale: float = 0.3
-    trust_region: float = 0.5
-    """Share of the teacher in the target of MOPD; the rest is the student itself."""
     merge_scale: float = 0.25
     """Scale of the merge control: the best on the dev split, so that the control is a strong one."""
     documents: int = 500

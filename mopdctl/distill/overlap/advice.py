@@ -13,6 +13,9 @@ WARM_UP_BELOW_OVERLAP = 0.50
 WARM_UP_FROM_IMPOSSIBLE = 0.005
 """Share of the student's tokens that the teacher finds nearly impossible: they carry most of the advantage. Fitted on
 one seed of the tiny world (`world.family`); a model finds 0.3 % of its own tokens nearly impossible."""
+NO_MERGE_FROM_COSINE = 0.2
+"""Mean cosine between the teachers' weight deltas from which they are taken to come from elsewhere. In the tiny world
+forks of the student had 0.02 and gained 39 points by a merge start, teachers of another lineage 0.35 and lost 29."""
 EXACT_FROM_MASS = 0.97
 """What the overlap holds in healthy runs is 0.97-0.99 (arXiv 2604.13016)."""
 EXACT_FROM_OVERLAP = 0.72
@@ -78,13 +81,27 @@ def how_to(choice: Choice, no_merge: str) -> str:
 
     Args:
         choice: Of the whole run.
-        no_merge: Why student and teachers cannot be merged; empty if they can.
+        no_merge: Why not to begin from a merge of them; empty if nothing speaks against it.
     """
     if choice != "warm-up first":
         return f"objective: {choice}"
     if no_merge:
-        return f"--warmup STEPS, which is SFT on the teachers' answers (no merge: {no_merge})"
+        return f"--warmup STEPS, SFT on the teachers' answers, and no merge start: {no_merge}"
     return "warm_start: merge, and trust_region: 0.5 with it; or --warmup STEPS, SFT on the teachers' answers"
+
+
+def against_merging(mean_cosine: float | None) -> str:
+    """Why not to begin from a merge, by the mean cosine between the teachers' deltas; empty if nothing speaks for that.
+
+    Args:
+        mean_cosine: See `merging.kinship`.
+    """
+    if mean_cosine is None or mean_cosine < NO_MERGE_FROM_COSINE:
+        return ""
+    return (
+        f"the teachers' weights lie in one direction from the student's (mean cosine {mean_cosine:.2f}, "
+        f"{NO_MERGE_FROM_COSINE:g} or more), as those of another lineage do: their sum takes away what it learned"
+    )
 
 
 def _percent(share: float) -> str:

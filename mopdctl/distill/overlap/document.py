@@ -37,7 +37,7 @@ def to_document(
         made_by: Digests of `student` and `prompts`.
         digests: Those of the models.
         new: Answers that were sampled for this report.
-        no_merge: Why student and teachers cannot be merged; empty if they can.
+        no_merge: Why not to begin from a merge of them; empty if nothing speaks against it.
     """
     train = spec.config.train
     teachers = list(zip(plan.teachers, found, strict=False))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mopdctl.distill.jobs import answer_settings
+from mopdctl.distill.merging.kinship import mean_cosine
 from mopdctl.distill.merging.sources import open_sources
+from mopdctl.distill.overlap.advice import against_merging
 from mopdctl.distill.overlap.answers import student_answers
 from mopdctl.distill.overlap.document import to_document
 from mopdctl.distill.overlap.look import look_at
@@ -128,12 +130,11 @@ def _measured(
 
 
 def _no_merge(spec: OverlapSpec, workspace: Workspace) -> str:
-    """Why student and teachers cannot be merged, empty if they can. Reads no weights."""
+    """Why not to begin from a merge of student and teachers; empty if nothing speaks against it."""
     try:
-        open_sources(spec.config, workspace, base=spec.base)
+        return against_merging(mean_cosine(open_sources(spec.config, workspace, base=spec.base)))
     except InputError as error:
         return str(error)
-    return ""
 
 
 def _checked_length(seat: Seat, student: HFModel) -> int:

@@ -58,7 +58,7 @@ def teachers_of(workspace: Workspace, scale: Scale, setting: str, name: str) -> 
     document = _document(read_config(TeachersFile, workspace, "mopd1"))
     steps = _steps(scale, setting, arm)
     warm = round(arm.warm_up * steps)
-    train = document["train"] | {"objective": "exact", "warm_start": "none", "trust_region": 1.0, "steps": steps - warm}
+    train = document["train"] | {"objective": "exact", "warm_start": "none", "steps": steps - warm}
     train |= {"samples_per_prompt": arm.samples, "batch_size": scale.recipe.mopd_batch // arm.samples}
     train |= arm.train
     if warm:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mopdctl.distill.overlap import advice
-from mopdctl.distill.overlap.advice import Advice, Support, advise, how_to, overall
+from mopdctl.distill.overlap.advice import Advice, Support, advise, against_merging, how_to, overall
 
 INSIDE = Support(top_k_overlap=0.9, student_mass=0.99, impossible_share=0.0)
 TINY = 1e-9
@@ -61,6 +61,11 @@ def test_the_most_careful_advice_decides_for_the_run() -> None:
 
 def test_a_warm_up_is_a_merge_where_student_and_teachers_can_be_merged() -> None:
     assert how_to("warm-up first", "").startswith("warm_start: merge, and trust_region: 0.5")
-    assert how_to("warm-up first", "it is an adapter").endswith("(no merge: it is an adapter)")
+    assert how_to("warm-up first", "it is an adapter").endswith("no merge start: it is an adapter")
     assert "warm_start" not in how_to("warm-up first", "it is an adapter")
     assert (how_to("exact", ""), how_to("sampled", "")) == ("objective: exact", "objective: sampled")
+
+
+def test_teachers_that_lie_in_one_direction_are_not_merged() -> None:
+    assert against_merging(None) == against_merging(advice.NO_MERGE_FROM_COSINE - TINY) == ""
+    assert "mean cosine 0.20, 0.2 or more" in against_merging(advice.NO_MERGE_FROM_COSINE)
