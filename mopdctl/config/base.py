@@ -127,7 +127,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     if problem["type"] == "list_type":
         message = "must be a list, e.g. [a, b]"
     given = problem["input"]
-    if message.startswith("must be") and isinstance(given, str | int | float) and len(str(given)) <= 60:
+    # A text is shown where a few words are allowed, and nowhere else: it may be a secret in the wrong place.
+    if isinstance(given, int | float) or (problem["type"] == "literal_error" and len(str(given)) <= 60):
         message = f"{message}, not {given!r}"
         near = difflib.get_close_matches(str(given), re.findall(r"'([^']+)'", problem["msg"]), n=1, cutoff=0.5)
         message += f"; did you mean {near[0]!r}?" if near else ""

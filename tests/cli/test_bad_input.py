@@ -160,6 +160,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str | list[str], str]] = {
         DISTILL,
         "train.top_p: must be 1: truncated sampling breaks the importance ratios",
     ),
+    "a misspelt choice": (edit_train(durability="proces"), DISTILL, "not 'proces'; did you mean 'process'?"),
     "batch_size 0": (edit_train(batch_size=0), DISTILL, "train.batch_size: must be greater than 0"),
     "temperature 0": (edit_train(temperature=0), DISTILL, "train.temperature: must be greater than 0"),
     "a learning rate that is no number": (edit_train(learning_rate="fast"), DISTILL, "train.learning_rate: "),

@@ -269,7 +269,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return workspace
 
 
-def test_every_arm_takes_the_same_number_of_steps_and_answers(configured: Workspace) -> None:
+def test_every_arm_takes_the_steps_of_its_budget_and_as_many_answers_in_each(configured: Workspace) -> None:
     scale = full_scale()
     for name, arm in ARMS.items():
         if arm.kind == "grpo":
@@ -278,7 +278,8 @@ def test_every_arm_takes_the_same_number_of_steps_and_answers(configured: Worksp
             assert rl.steps == arm.budget * scale.recipe.mopd1_steps
             continue
         train = teachers_of(configured, scale, BASE, name).train
-        assert train.steps + (train.warm_up.steps if train.warm_up else 0) == scale.recipe.mopd1_steps
+        steps = train.steps + (train.warm_up.steps if train.warm_up else 0)
+        assert steps == arm.budget * scale.recipe.mopd1_steps
         assert train.batch_size * train.samples_per_prompt == scale.recipe.mopd_batch
 
 
@@ -307,8 +308,9 @@ def test_prompts_of_a_missing_teacher_go_to_the_student_itself(configured: Works
 
 def test_the_stages_are_those_that_are_wanted_with_all_that_they_need(configured: Workspace) -> None:
     found = {s.name: s for s in build_stages(configured, full_scale(), 0, ("outside",), tuple(ARMS))}
-    assert {"outside.sampled", "outside.exact", "outside.warm-up"} <= found.keys()
-    assert not {name for name in found if name.startswith(("weak", "outside.merge", "rlvr."))}
+    arms = ("sampled", "exact", "warm-up", "merge-start")
+    assert {name for name in found if name.startswith("outside.")} == {f"outside.{arm}" for arm in arms}
+    assert not {name for name in found if name.startswith(("weak", "rlvr."))}
     whole = {s.name: s for s in build_stages(configured, full_scale(), 0, tuple(SETTINGS), tuple(ARMS))}
     assert all(needed in whole for s in whole.values() for needed in s.needs)
     assert {f"{BASE}.{arm}" for arm in ARMS} <= whole.keys()
