@@ -61,7 +61,7 @@ class CalibrationConfig(Strict):
     store: str | None = None
     """A rollout store in the workspace: prompts and answers as their tokens were stored."""
     samples: int = Field(default=128, gt=0)
-    """Rows, from the beginning."""
+    """Rows, spread evenly over all that there are."""
     max_length: int = Field(default=2048, gt=1)
     """Tokens at which a row is cut off."""
 

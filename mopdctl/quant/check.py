@@ -106,7 +106,7 @@ def _tensor_scales(tensors: StoredTensors, modules: Mapping[str, StoredModule]) 
     """Scales of tensors are positive and finite, and one within what engines fuse; block scales reach their top."""
     found: dict[str, float] = {}
     for module in modules.values():
-        single = module.precision == "fp8" and prod(tensors.places[module.scales].shape) == 1
+        single = module.precision == "fp8" and len(tensors.places[module.scales].shape) < 2
         for name in (*module.tensors[2:], *([module.scales] if single else [])):
             found[name] = float(tensors.tensor(name).float())
             if not (isfinite(found[name]) and found[name] > 0):

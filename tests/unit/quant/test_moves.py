@@ -292,6 +292,18 @@ def test_shapes_that_readers_would_cut_otherwise_do_not_move_to_fp8(
     assert moved("narrow", "nvfp4", "narrow-nvfp4").is_dir()
 
 
+def test_a_matrix_of_one_block_is_not_taken_for_one_with_a_tensor_scale(
+    space: Workspace, moved: Moved, write_tiny_model: Any
+) -> None:
+    # Of fused layers each keeps the scales of its own blocks, be it one block.
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    write_tiny_model(space.root / "square", num_hidden_layers=1, **sizes)
+    source = QuantConfig(model=str(space.root / "square"), name="square", format="mxfp4", method="max")
+    quantize_model(source, space, base=space.root)
+    before, after = weights_of(space.checkpoint("square")), weights_of(moved("square", "fp8", "square-fp8"))
+    assert all(bits(after[name]).equal(bits(weight)) for name, weight in before.items())
+
+
 def test_a_broken_scale_is_named(space: Workspace, moved: Moved) -> None:
     # vllm-omni #4025
     name = "model.layers.0.mlp.gate_proj"
