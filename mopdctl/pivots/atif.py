@@ -66,10 +66,10 @@ def _trajectories(row: dict[str, Any], place: str, parent: str) -> Iterator[Traj
         try:
             if not isinstance(child, dict):
                 raise UnusableError(Reason.MALFORMED, "is no object")
-            named = child if row_id(child, "trajectory_id") else child | {"trajectory_id": f"subagent-{number}"}
+            named = child if row_id(child, "trajectory_id") else child | {"trajectory_id": f"embedded-{number}"}
             children += _trajectories(named, place, trajectory_id)
         except UnusableError as error:
-            found["subagent_unread", f"subagent {number}: {error}"] += 1
+            found["embedded_unread", f"embedded trajectory {number}: {error}"] += 1
     notes = [Note(trajectory_id, kind, place, f"{text} ({n})") for (kind, text), n in found.items()]
     yield Trajectory(
         trajectory_id=trajectory_id,

@@ -144,14 +144,14 @@ def test_a_system_prompt_that_speaks_of_compaction_marks_nothing() -> None:
     assert trajectory.steps[2].unusable is None
 
 
-def test_subagents_are_trajectories_of_their_own() -> None:
+def test_embedded_trajectories_stand_on_their_own() -> None:
     child = document(USER, agent("found"), trajectory_id="search", schema_version="ATIF-v1.7")
     nameless = document(USER, agent("x"))
     parent = document(USER, agent("done"), subagent_trajectories=[child, nameless, {"steps": []}])
     found = list(import_atif(parent, "p"))
-    assert [t.trajectory_id for t in found] == ["s", "s/search", "s/subagent-1"]
+    assert [t.trajectory_id for t in found] == ["s", "s/search", "s/embedded-1"]
     assert [t.steps[1].message["content"] for t in found] == ["done", "found", "x"]
-    assert kinds(found[0]) == {"subagent_unread"}
+    assert kinds(found[0]) == {"embedded_unread"}
 
 
 @pytest.mark.parametrize(
