@@ -62,7 +62,7 @@ class LayerwiseModel:
             self._in_tuples = True
             try:
                 self._probe()
-            except Exception:  # anything at all, from a model that is handed a tuple it does not know
+            except (InputError, TypeError, AttributeError):  # the two latter if a tuple is taken for a tensor
                 raise refusal from None
 
     @property
