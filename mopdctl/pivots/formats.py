@@ -17,7 +17,7 @@ from mopdctl.train.rows import iterate_rows
 from mopdctl.verifiers.base import MOST_DEPTH, deeper_than
 
 Importer = Callable[[dict[str, Any], str], Iterator[Trajectory]]
-"""From a parsed document and its place to its trajectories, one unless others are embedded in it. Raises UnusableError."""
+"""From a parsed document and its place to its trajectories (one, unless others are embedded). Raises UnusableError."""
 
 IMPORTERS: dict[str, Importer] = {"chat": import_chat, "responses": import_responses, "atif": import_atif}
 
