@@ -21,11 +21,11 @@ DOMAINS = ("arithmetic", "structured", "tools")
 def tiny_tokenizer() -> Any:
     import torch
 
-    from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+    from mopdctl.train.runtime import prepare_runtime, settle_libraries
     from mopdctl.world.tokenizer import build_tokenizer
 
     prepare_runtime()
-    quiet_libraries()
+    settle_libraries()
     torch.set_num_threads(1)
     return build_tokenizer()
 

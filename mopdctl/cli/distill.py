@@ -9,7 +9,7 @@ from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, Set
 from mopdctl.cli.output import note, show, stdout_reserved
 from mopdctl.cli.training import step_progress
 from mopdctl.errors import MopdctlError
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 
 if TYPE_CHECKING:
     from mopdctl.config.teachers import TeachersFile
@@ -86,7 +86,7 @@ def distill(
         from mopdctl.distill.plan import plan_distill
         from mopdctl.distill.run import run_distill
 
-        quiet_libraries()
+        settle_libraries()
         document = plan_distill(config, place, base=teachers.parent, dry_run=dry_run)
         if not dry_run:
             target = run_distill(

@@ -35,10 +35,10 @@ def template(
     prepare_runtime()
     with stdout_reserved():
         from mopdctl.engines.tokenizers import ChatTokenizer
-        from mopdctl.train.runtime import quiet_libraries
+        from mopdctl.train.runtime import settle_libraries
         from mopdctl.train.template import probe
 
-        quiet_libraries()
+        settle_libraries()
         chat = ChatTokenizer.load(path)
         report = probe(chat.tokenizer, chat.eos_ids, model)
     if as_json:

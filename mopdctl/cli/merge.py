@@ -8,7 +8,7 @@ import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
 from mopdctl.cli.output import Progress, note, show, stdout_reserved
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 
 
 def merge(
@@ -65,7 +65,7 @@ def merge(
     with stdout_reserved():
         from mopdctl.distill.merging.run import merge_teachers, plan_merge
 
-        quiet_libraries()
+        settle_libraries()
         if dry_run:
             document = plan_merge(config, how, place, base=teachers.parent, name=name)
         else:

@@ -7,7 +7,7 @@ import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
 from mopdctl.cli.output import Progress, note, result, result_json, show, stdout_reserved
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 
 
 def overlap(
@@ -58,7 +58,7 @@ def overlap(
         from mopdctl.distill.overlap.plan import OverlapSpec
         from mopdctl.distill.overlap.run import plan_overlap, run_overlap
 
-        quiet_libraries()
+        settle_libraries()
         spec = OverlapSpec(
             config,
             teachers.parent,

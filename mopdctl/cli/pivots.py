@@ -109,9 +109,9 @@ def profile(
     prepare_runtime()
     with stdout_reserved():
         from mopdctl.pivots.profile import ProfileSpec, run_profile
-        from mopdctl.train.runtime import quiet_libraries
+        from mopdctl.train.runtime import settle_libraries
 
-        quiet_libraries()
+        settle_libraries()
         progress: Progress | None = None
 
         def on_progress(done: int, total: int) -> None:

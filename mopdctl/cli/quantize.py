@@ -7,7 +7,7 @@ import typer
 
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, WorkspaceOption
 from mopdctl.cli.output import Progress, note, result, show, stdout_reserved
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 
 
 def quantize(
@@ -125,7 +125,7 @@ def quantize(
         from mopdctl.quant.report_md import to_markdown, to_text
         from mopdctl.quant.run import plan_quantization, quantize_model
 
-        quiet_libraries()
+        settle_libraries()
         reading: Progress | None = None
         writing: Progress | None = None
 

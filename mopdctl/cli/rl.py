@@ -8,7 +8,7 @@ import typer
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
 from mopdctl.cli.output import note, show, stdout_reserved
 from mopdctl.cli.training import step_progress
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 
 
 def rl(
@@ -48,7 +48,7 @@ def rl(
         from mopdctl.rl.inputs import describe, read_inputs
         from mopdctl.rl.run import check_name, run_rl
 
-        quiet_libraries()
+        settle_libraries()
         inputs = read_inputs(loaded, place, base=config.parent)
         document = describe(loaded, inputs)
         if dry_run:

@@ -70,9 +70,9 @@ def rollout(
     with stdout_reserved():
         if reverify:
             from mopdctl.rollouts.reverify import reverify as check
-            from mopdctl.train.runtime import quiet_libraries
+            from mopdctl.train.runtime import settle_libraries
 
-            quiet_libraries()
+            settle_libraries()
             document = check(out, prompts, place, model=model, dry_run=dry_run, on_progress=on_progress, on_note=note)
         else:
             assert model is not None
@@ -95,9 +95,9 @@ def rollout(
             document = plan_rollout(spec, place)
             if not dry_run:
                 if engine == "hf":
-                    from mopdctl.train.runtime import quiet_libraries
+                    from mopdctl.train.runtime import settle_libraries
 
-                    quiet_libraries()
+                    settle_libraries()
                 document |= run_rollout(spec, place, on_progress=on_progress, on_note=note)
     show(document, as_json=as_json)
 

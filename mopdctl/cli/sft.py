@@ -8,7 +8,7 @@ import typer
 from mopdctl.cli.options import DEFAULT_WORKSPACE, DryRunOption, JsonOption, SetOption, WorkspaceOption
 from mopdctl.cli.output import show, stdout_reserved
 from mopdctl.cli.training import step_progress
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 
 
 def sft(
@@ -44,7 +44,7 @@ def sft(
     with stdout_reserved():
         from mopdctl.train.sft import plan_sft, run_sft
 
-        quiet_libraries()
+        settle_libraries()
         document |= plan_sft(loaded, place, base=config.parent, dry_run=dry_run)
         if not dry_run:
             run_sft(loaded, place, base=config.parent, on_step=step_progress(loaded.name, loaded.train.steps))

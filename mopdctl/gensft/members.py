@@ -114,10 +114,10 @@ class LocalModel:
         from mopdctl.engines.base import SampleRequest, stream_seed
         from mopdctl.engines.hf import HFModel
         from mopdctl.train.data import prompt_token_ids, row_messages
-        from mopdctl.train.runtime import quiet_libraries
+        from mopdctl.train.runtime import settle_libraries
 
         if self._model is None:
-            quiet_libraries()
+            settle_libraries()
             with _LOADING:
                 self._model = HFModel.load(self._path, batch_size=self._batch_size)
         model: HFModel = self._model

@@ -18,7 +18,7 @@ from mopdctl.config.rl import RlConfig
 from mopdctl.config.sft import SftConfig
 from mopdctl.rollouts.prompts import read_prompts
 from mopdctl.runs import Workspace
-from mopdctl.train.runtime import prepare_runtime
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 from mopdctl.world.domains import AGENT_DOMAIN, DOMAINS
 from mopdctl.world.files import config_path, write_world
 from mopdctl.world.recipe import Recipe
@@ -133,4 +133,5 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=100, help="dev prompts of each domain")
     given = parser.parse_args()
     prepare_runtime()
+    settle_libraries()
     print(json.dumps(compare(Workspace(given.workspace), seed=given.seed, size=given.size), indent=2))  # noqa: T201

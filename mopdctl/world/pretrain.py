@@ -13,7 +13,7 @@ from pathlib import Path
 from mopdctl.config.sft import SftConfig
 from mopdctl.files import write_jsonl
 from mopdctl.runs import Workspace, building
-from mopdctl.train.runtime import prepare_runtime
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 from mopdctl.world.data import generate, sft_row
 from mopdctl.world.domains import DOMAINS
 from mopdctl.world.examples import Example
@@ -73,4 +73,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train the base model of the quickstart.")
     parser.add_argument("--out", type=Path, default=BASE, help="folder to write (default: the package's own copy)")
     prepare_runtime()
+    settle_libraries()
     pretrain(parser.parse_args().out)

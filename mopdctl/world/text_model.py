@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mopdctl.config.sft import SftConfig
 from mopdctl.files import write_jsonl
 from mopdctl.runs import Workspace, building
-from mopdctl.train.runtime import prepare_runtime
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 from mopdctl.world.data import generate, sft_row
 from mopdctl.world.domains import DOMAINS
 from mopdctl.world.pretrain import BASE
@@ -121,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Size().steps, help="optimizer steps")
     options = parser.parse_args(arguments)
     prepare_runtime()
+    settle_libraries()
 
     def on_step(done: int, metrics: dict[str, Any]) -> None:
         loss = metrics["train/loss"]

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 
 from mopdctl.runs import Workspace
-from mopdctl.train.runtime import prepare_runtime, quiet_libraries
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 from mopdctl.world.recipe import Recipe
 from mopdctl.world.story import Stage, build_stages
 
@@ -69,7 +69,7 @@ def begin_worker(parent: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    quiet_libraries()
+    settle_libraries()
 
 
 def _run(root: str, recipe: str, name: str) -> float:
