@@ -1,7 +1,7 @@
 """From a checkpoint to a quantized one: plan, preflight, one weight after another, check, folder."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ refuse keys that they do not know."""
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
 _MADE = {"config.json", "model.safetensors.index.json", "card.json", "teacher_manifest.json", PROVENANCE}
+
+CALIBRATION_TOKENS = "calibration_tokens"
+"""Of a weight's entry there: tokens of the calibration that its layer read; 0 for an expert that none was routed to."""
 
 OnTensor = Callable[[int, int, str], None]
 """Told how many modules and tensors of how many are written, and the last one's name."""
@@ -193,7 +196,9 @@ def _write(job: Job, amax: Mapping[str, float], parts: Parts, journal: Journal, 
         encoded = job.layout.encode(module.name, weight, input_amax)
         digests = {name: parts.write(name, [tensor]) for name, tensor in encoded.items()}
         size = sum(parts.tensors[name].num_bytes for name in encoded)
-        told(module.name, digests, {"precision": module.precision, "bytes": size} | statistics(weight, source_RK))
+        reached = {} if inputs is None else {CALIBRATION_TOKENS: inputs.rows}
+        about = {"precision": module.precision, "bytes": size} | reached
+        told(module.name, digests, about | statistics(weight, source_RK))
 
     def visit(found: Mapping[str, Moments]) -> dict[str, Tensor]:
         """Quantizes the modules of one layer, and gives the values that it goes on with."""
@@ -266,15 +271,28 @@ def carry_over(source: Path, folder: Path) -> None:
 
 def _provenance(job: Job, record: Mapping[str, Any], journal: Journal) -> dict[str, Any]:
     kept = {name: module.kept for name, module in job.plan.modules.items() if module.precision == "bf16"}
+    modules = {name: journal.entries[name]["statistics"] for name in job.plan.quantized}
     return {
         "schema": "mopdctl.quantization/1",
         **record,
         "versions": package_versions(),
-        "warnings": list(warnings(job.plan, job.config)),
+        "warnings": [*warnings(job.plan, job.config), *_unreached(modules)],
         "tied": job.plan.tied,
         "kept": kept,
-        "modules": {name: journal.entries[name]["statistics"] for name in job.plan.quantized},
+        "modules": modules,
     }
+
+
+def _unreached(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Experts that were quantized without calibration, for no token of it was routed to them."""
+    names = [name for name, about in modules.items() if about.get(CALIBRATION_TOKENS) == 0]
+    if names:
+        calibrated = sum(CALIBRATION_TOKENS in about for about in modules.values())
+        yield (
+            f"no calibration token reached {len(names)} of {calibrated} weights ({', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}); their errors are unweighted and inputs' scales those of their "
+            "siblings; give more rows, or rows of what these experts are for"
+        )
 
 
 def _record(job: Job) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def calibrate(
     hessian: bool = False,
     replacing: bool = False,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
-) -> list[str]:
+) -> None:
     """Runs rows through a model layer by layer, and hands out the moments of each layer's modules once they are whole.
 
     In memory are one layer, its moments, and the hidden states of all rows.
@@ -35,14 +35,12 @@ def calibrate(
         model: Whose weights come from disk.
         rows: Token ids, at least one each. Those of one length run together, so that nothing is ever padding.
         targets: Names of the modules in the checkpoint.
-        visit: Called for each layer with targets, and for the head if it is one.
+        visit: Called for each layer with targets, and for the head if it is one. An expert to which no token was routed
+            has moments of no rows.
         hessian: Collect X^T X / N, not its diagonal alone.
         replacing: A layer runs a second time with the weights that `visit` gives, and the next one sees what leaves
             it then: it can make up for errors before it. Otherwise those weights are not looked at.
         on_layer: Told how many layers of how many are done.
-
-    Returns:
-        The targets that nothing went into: experts to which no token was routed.
 
     Raises:
         InputError: A target is in no layer, the model cannot run so, or activations are NaN or infinite.
@@ -54,7 +52,6 @@ def calibrate(
     if lost := sorted(set(targets).difference(head, *of_layer)):
         raise InputError(f"{lost[0]}: is in no decoder layer, so that its inputs cannot be collected; ignore it")
     ids = list(batches(rows, model.device))
-    unreached: list[str] = []
     hidden, calls = map(list, zip(*(model.embed(ids_BT) for ids_BT in ids), strict=True))
     for number, stems in enumerate(of_layer):
         layer = model.load(number)
@@ -62,7 +59,6 @@ def calibrate(
             for i, entering_BTH in enumerate(hidden):
                 leaving_BTH = run_layer(layer, entering_BTH, calls[i][number])
                 hidden[i] = entering_BTH if replacing else leaving_BTH
-        unreached += sorted(stems.difference(found))
         replaced = visit(with_unreached(found, stems)) if stems else {}
         if replacing:
             layer = model.load(number, replaced)
@@ -75,7 +71,6 @@ def calibrate(
         for ids_BT, leaving_BTH in zip(ids, hidden, strict=True):
             moments.add(model.finish(ids_BT, leaving_BTH))
         visit(with_unreached(dict.fromkeys(head, moments), head))
-    return unreached
 
 
 def batches(rows: Sequence[Sequence[int]], device: torch.device) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from mopdctl.engines.weights import open_tensors
 from mopdctl.errors import CheckFailedError, InputError
 from mopdctl.files import file_digest, read_json, write_jsonl
 from mopdctl.quant import run
-from mopdctl.quant.run import quantize_model
+from mopdctl.quant.run import PROVENANCE, quantize_model
 from mopdctl.quant.tensor import quantize_weight
 from mopdctl.runs import Workspace, read_card
 
@@ -263,6 +263,11 @@ def test_every_expert_has_a_scale_of_its_inputs_also_one_that_no_token_reached(
     down = sorted(float(scales[f"model.layers.0.mlp.experts.{e}.down_proj"]) for e in range(8))
     assert down[:7] == [down[0]] * 7  # the token reached two: the other six have the scale of the larger inputs
     assert down[7] > down[0]
+    told = read_json(folder / PROVENANCE)
+    assert sum(about["calibration_tokens"] == 0 for about in told["modules"].values()) == 2 * 6 * 3
+    assert told["modules"]["model.layers.0.self_attn.q_proj"]["calibration_tokens"] > 0
+    (line,) = [line for line in told["warnings"] if "no calibration token reached" in line]
+    assert line.startswith("no calibration token reached 36 of 56 weights (model.layers.0.mlp.experts.")
 
 
 def test_gptq_goes_on_where_it_was_with_the_same_bytes(checkpoint: Make, tmp_path: Path, rows: dict[str, Any]) -> None:
