@@ -67,6 +67,7 @@ class Teachers:
         model = self.by_alias[alias]
         if self._residency == "one":
             self._bring(alias, model.model)
+        _ = model.head_or_none  # the first time it is held against the model's logits, on tokens that nobody asked for
         self._running.append(alias)
         counter = backbone(model.model).register_forward_pre_hook(self._count(alias), with_kwargs=True)
         try:

@@ -183,19 +183,20 @@ class HFModel:
     def _response_logprobs(self, layout: Layout) -> Tensor:
         """Log p of each real response token [N], row after row."""
         tokens_N = layout.response_BR[layout.present_BR]
-        if self._head_or_none is None:
+        if self.head_or_none is None:
             logits_NV = active_logits(self.model, layout, layout.present_BR, vocab_size=self.vocab_size)
             return token_logprobs(logits_NV, tokens_N)
         hidden_NH = active_hidden(self.model, layout, layout.present_BR)
         chunk = default_chunk(self.vocab_size, self.device)
         pieces = [
-            token_logprobs(head_logits(hidden_CH, self._head_or_none, vocab_size=self.vocab_size), tokens_C)
+            token_logprobs(head_logits(hidden_CH, self.head_or_none, vocab_size=self.vocab_size), tokens_C)
             for hidden_CH, tokens_C in zip(hidden_NH.split(chunk), tokens_N.split(chunk), strict=True)
         ]
         return torch.cat(pieces)
 
     @cached_property
-    def _head_or_none(self) -> Head | None:
+    def head_or_none(self) -> Head | None:
+        """`head`, or None where the model's logits are more than `Head` can say."""
         try:
             return self.head
         except InputError:
