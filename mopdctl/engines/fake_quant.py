@@ -4,7 +4,6 @@ What is quantized is what `mopdctl quantize` takes by default: the linear layers
 the matrices of experts, but no router.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mopdctl.engines.fusing import SENSITIVE, fused_groups, routes
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.fp4 import nvfp4
@@ -25,20 +25,6 @@ TRAINED: nvfp4.Method = "max"
 """How the scales of a student's blocks are chosen while it trains, anew whenever its weights change."""
 FROZEN: dict[Format, nvfp4.Method] = {"nvfp4": "sweep", "mxfp4": "max"}
 """How those of a teacher are chosen, once. MXFP4 goes by its even rule in both."""
-
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-)
-"""Layers of one parent that engines fuse into one, with one tensor scale."""
-_SENSITIVE = re.compile(
-    r"(.*\.)?(in_proj_(a|b|ba)|x_proj|dt_proj)$"  # small projections of state-space and linear-attention layers
-    r"|(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|mm_projector|embed_vision)\."
-)
-"""Linear layers that stay as they are by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +49,12 @@ def quantizable(model: Any) -> list[tuple[Place, ...]]:
     Raises InputError for a model without any, and for experts whose matrices are stored the other way round.
     """
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    groups: dict[tuple[str, str], list[Place]] = {}
+    places: dict[str, Place] = {}
     for path, module in model.named_modules():
-        parent, _, last = path.rpartition(".")
         if isinstance(module, nn.Linear):
-            if module not in outer and not _SENSITIVE.match(path) and not _routes(model.get_submodule(parent), module):
-                family = next((str(f) for f in _FUSED if last in f), last)
-                groups.setdefault((parent, family), []).append(Place(f"{path}.weight", module, "weight"))
+            parent = model.get_submodule(path.rpartition(".")[0])
+            if module not in outer and not SENSITIVE.match(path) and not routes(parent, module):
+                places[path] = Place(f"{path}.weight", module, "weight")
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and name.endswith("_proj"):
@@ -78,20 +63,11 @@ def quantizable(model: Any) -> list[tuple[Place, ...]]:
                         f"model {model.name_or_path}: the experts of {type(module).__name__} are stored input by "
                         "output, which is not supported; leave the model in high precision"
                     )
-                family = next((str(f) for f in _FUSED if name in f), name)
-                groups.setdefault((path, family), []).append(Place(f"{path}.{name}", module, name))
-    if not groups:
+                places[f"{path}.{name}"] = Place(f"{path}.{name}", module, name)
+    if not places:
         raise InputError(f"model {model.name_or_path}: has no linear layers to quantize; leave it in high precision")
-    return [tuple(group) for group in groups.values()]
-
-
-def _routes(parent: Any, linear: nn.Linear) -> bool:
-    """Whether a linear layer chooses among the experts beside it: it has one output for each, or one for all."""
-    experts = getattr(parent, "experts", None)
-    if experts is None:
-        return False
-    stacks = [parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.dim() == 3]
-    return linear.out_features in {1, *stacks, *([len(experts)] if isinstance(experts, nn.ModuleList) else [])}
+    columns = {path: place.weight.shape[-1] for path, place in places.items()}
+    return [tuple(places[path] for path in group) for group in dict.fromkeys(fused_groups(columns).values())]
 
 
 def quantized(places: Sequence[Place], weights: Sequence[Tensor], format: Format, method: nvfp4.Method) -> list[Tensor]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from mopdctl.engines.fp4 import Precision, StoredModule, divisor_of, stored_modules
+from mopdctl.engines.fusing import fused_groups
 from mopdctl.engines.weights import StoredTensors, open_tensors
 from mopdctl.errors import CheckFailedError
 from mopdctl.files import read_json
 from mopdctl.fp4.quantized import BLOCK, quantize_with
 from mopdctl.quant.check_config import check_config
-from mopdctl.quant.groups import fused_groups
 
 _CHUNK_BYTES = 1 << 24
 _KINDS = frozenset(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mopdctl.config.quant import QuantConfig
 from mopdctl.engines.fp4 import FORMATS, StoredModule, divisor_of, scheme_of, stored_modules
+from mopdctl.engines.fusing import fused_groups
 from mopdctl.engines.weights import StoredTensors, open_tensors
 from mopdctl.errors import InputError
 from mopdctl.files import fingerprint, read_json, write_json
@@ -23,7 +24,6 @@ from mopdctl.fp4.fp8 import SIDE
 from mopdctl.fp4.moves import Losses, fp4_to_fp8, mxfp4_to_nvfp4, top_exponent
 from mopdctl.fp4.quantized import Quantized
 from mopdctl.quant.check import check_checkpoint
-from mopdctl.quant.groups import fused_groups
 from mopdctl.quant.journal import Journal
 from mopdctl.quant.layouts import compressed_tensors
 from mopdctl.quant.run import PROVENANCE, OnTensor, local_folder

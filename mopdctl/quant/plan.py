@@ -10,18 +10,12 @@ import torch
 from torch import nn
 
 from mopdctl.config.quant import Precision, QuantConfig
+from mopdctl.engines.fusing import SENSITIVE, check_siblings_known, fused_groups, routes
 from mopdctl.engines.weights import StoredTensors, parameter_names, read_config, skeleton
 from mopdctl.errors import InputError
-from mopdctl.quant.groups import check_siblings_known, fused_groups
 from mopdctl.quant.targets import experts_of, matching
 
 _PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-
-_SENSITIVE = re.compile(
-    r"(.*\.)?(in_proj_(a|b|ba)|x_proj|dt_proj)$"  # small projections of state-space and linear-attention layers
-    r"|(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|mm_projector|embed_vision)\."
-)
-"""Linear layers that stay as they are by their names, as in the defaults of ModelOpt."""
 
 HEAD = "the output head"
 
@@ -159,21 +153,12 @@ def _kept(model: Any, name: str, parameter: str | None) -> str:
     if module is model.get_output_embeddings():
         return HEAD
     if isinstance(module, nn.Linear):
-        if _SENSITIVE.match(name):
+        if SENSITIVE.match(name):
             return "sensitive"
-        return "router" if _routes(model, path, module) else ""
+        return "router" if routes(model.get_submodule(path.rpartition(".")[0]), module) else ""
     if experts_of(f"{name}.") and model.get_parameter(parameter).ndim == 3:
         return ""
     return type(module).__name__
-
-
-def _routes(model: Any, path: str, linear: nn.Linear) -> bool:
-    """Whether a linear layer chooses among experts: it lies beside them, with one output for each, or one for all."""
-    experts = getattr(model.get_submodule(path.rpartition(".")[0]), "experts", None)
-    if experts is None:
-        return False
-    stacks = [parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3]
-    return linear.out_features in {1, *stacks, *([len(experts)] if isinstance(experts, nn.ModuleList) else [])}
 
 
 def _decided(modules: dict[str, Module], absent: tuple[str, ...], config: QuantConfig) -> dict[str, Module]:

@@ -177,7 +177,7 @@ def test_siblings_of_an_unknown_family_are_refused_where_they_would_have_tensor_
     settings: dict[str, Any], refused: bool, checkpoint: Make, planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # auto-round #2380, #2379: a family that is in no list
-    monkeypatch.setattr("mopdctl.quant.groups.FUSED", (("gate_proj", "up_proj"),))
+    monkeypatch.setattr("mopdctl.engines.fusing.FUSED", (("gate_proj", "up_proj"),))
     if refused:
         with pytest.raises(InputError, match=r"layers\.0\.self_attn: .*fused: \[\["):
             planned(checkpoint("llama"), **settings)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mopdctl.engines.fusing import check_siblings_known, fused_groups
 from mopdctl.errors import InputError
-from mopdctl.quant.groups import check_siblings_known, fused_groups
 
 ATTENTION = {"a.q_proj": 64, "a.k_proj": 64, "a.v_proj": 64, "a.o_proj": 64}
 

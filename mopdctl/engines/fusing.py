@@ -1,6 +1,10 @@
-"""Which linear layers an engine fuses into one, so that they need one precision and one tensor scale."""
+"""What layers are to an engine that runs them in low precision: fused with which others, left alone, or routers."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
 
 from mopdctl.errors import InputError
 
@@ -44,6 +48,12 @@ ALONE = frozenset(
 )
 """Last names of layers that no engine fuses with another: what reads an inner state, and what is fused on disk."""
 
+SENSITIVE = re.compile(
+    r"(.*\.)?(in_proj_(a|b|ba)|x_proj|dt_proj)$"  # small projections of state-space and linear-attention layers
+    r"|(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|mm_projector|embed_vision)\."
+)
+"""Linear layers that stay as they are by their names, as in the defaults of ModelOpt."""
+
 Columns = Mapping[str, int]
 """Module to the width of what it reads."""
 
@@ -55,13 +65,22 @@ def fused_groups(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> di
         columns: the linear layers, by their names in the checkpoint; each expert is a parent of its own.
         declared: further families of last names.
     """
-    families = [set(family) for family in (*FUSED, *declared)]
-    groups: dict[tuple[str, int | str], list[str]] = {}
+    families = [tuple(family) for family in (*FUSED, *declared)]
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in columns:
         parent, _, last = name.rpartition(".")
-        family = next((number for number, family in enumerate(families) if last in family), None)
-        groups.setdefault((parent, last if family is None else family), []).append(name)
+        family = next((family for family in families if last in family), (last,))
+        groups.setdefault((parent, family), []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
+
+
+def routes(parent: Any, linear: nn.Linear) -> bool:
+    """Whether a layer of `parent` chooses among experts beside it: it has one output for each, or one for all."""
+    experts = getattr(parent, "experts", None)
+    if experts is None:
+        return False
+    stacks = [parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3]
+    return linear.out_features in {1, *stacks, *([len(experts)] if isinstance(experts, nn.ModuleList) else [])}
 
 
 def check_siblings_known(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> None:
