@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -109,9 +109,8 @@ def bench(
         "ours": [sys.executable, "-m", sides.__name__, "ours", str(CORES)],
         "rival": [str(rival.program("python")), "-P", sides.__file__, "llm-compressor", str(CORES)],
     }
-    on = subject(scale.text, home, held_out_rows=scale.held_out_rows)
-    if text_model is not None:
-        on = replace(on, model=text_model.resolve())
+    own = text_model.resolve() if text_model else None
+    on = subject(scale.text, home, held_out_rows=scale.held_out_rows, model=own)
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(dir=home, prefix="quantize-")))
         timed = local_folder(model).resolve() if model else random_model(folder / "random", scale)

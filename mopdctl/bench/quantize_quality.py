@@ -83,11 +83,11 @@ class Figures:
     perplexity_full: float
 
 
-def subject(size: Size, cache: Path, *, held_out_rows: int) -> Subject:
-    """The model, trained on first use (see `text_model`) and kept in `cache`, and rows of text beside it."""
-    folder = cache / f"text-model-{fingerprint(list(size))}"
+def subject(size: Size, cache: Path, *, held_out_rows: int, model: Path | None = None) -> Subject:
+    """The model and rows of text; in `cache` lie the text and, where none is given, the model: trained on first use."""
+    folder = model or cache / f"text-model-{fingerprint(list(size))}"
     found = Subject(folder, cache / f"held-out-{held_out_rows}.jsonl", cache / f"calibration-{sides.ROWS}.jsonl")
-    if not (folder / "config.json").is_file():
+    if model is None and not (folder / "config.json").is_file():
         note(f"training the model to quantize, {size.steps} steps: {folder}")
         train_text_model(
             folder, size, on_step=lambda step, row: note(f"step {step}/{size.steps}: loss {row['train/loss']:.3f}")

@@ -256,6 +256,18 @@ def test_held_out_text_is_the_same_each_time_and_shares_no_conversation_with_cal
     assert sum("find_person" in text for text in held_out) == 10  # one domain in six
 
 
+def test_a_model_that_is_given_is_the_one_and_none_is_trained(tmp_path: Path, monkeypatch: Any) -> None:
+    trained: list[Path] = []
+    monkeypatch.setattr(quantize_quality, "train_text_model", lambda folder, size, **options: trained.append(folder))
+    assert (
+        quantize_quality.subject(QUICK.text, tmp_path, held_out_rows=2, model=tmp_path / "own").model
+        == tmp_path / "own"
+    )
+    assert not trained
+    found = quantize_quality.subject(QUICK.text, tmp_path, held_out_rows=2)
+    assert trained == [found.model]
+
+
 def test_the_model_has_ten_to_thirty_million_parameters_in_whole_blocks() -> None:
     size = Size()
     head = size.hidden // size.heads
