@@ -79,6 +79,10 @@ def evaluate(
         show(document, as_json=as_json)
         return
     with stdout_reserved():
+        if not plan.done:
+            from mopdctl.train.runtime import settle_vector_math
+
+            settle_vector_math()
         folder = run_eval(
             name,
             model,

@@ -2,9 +2,10 @@
 
 import sys
 
-from mopdctl.train.runtime import prepare_runtime
+from mopdctl.train.runtime import prepare_runtime, settle_libraries
 from mopdctl.world.family.run import main
 
 if __name__ == "__main__":
     prepare_runtime()
+    settle_libraries()
     sys.exit(main())
