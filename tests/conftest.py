@@ -9,6 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run. To look for others: pytest --hypothesis-profile default
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 # Threads only get into each other's way at this size, and another number of them rounds otherwise: a run that a test
 # starts as a process has to equal, to the bit, the one beside it in this process.

@@ -39,11 +39,20 @@ def quantize_fp8(weight_RK: Tensor, scale: float | None = None) -> tuple[Tensor,
         scale = max(2.0**_SMALLEST_EXPONENT, float(quotient)) if amax else 1.0
     elif not 0 < scale < inf:
         raise InputError(f"scale {scale}: must be positive and finite; leave it out to take that of the weight")
+    return quantize_fp8_with(weight_RK, scale), scale
+
+
+def quantize_fp8_with(weight_RK: Tensor, scale: float) -> Tensor:
+    """The float8_e4m3fn codes [R, K] under a scale that is given, as it is stored; on every device the same.
+
+    So it tells of any quantized matrix whether its codes are those of its scale. Neither is checked.
+    """
     codes_RK = torch.empty(weight_RK.shape, dtype=torch.float8_e4m3fn, device=weight_RK.device)
+    # By a tensor: when it divides by a number, CUDA multiplies with the reciprocal, which rounds otherwise.
     step = torch.tensor(scale, dtype=torch.float32, device=weight_RK.device)
     for rows in row_chunks(weight_RK):
         codes_RK[rows] = _nearest(weight_RK[rows].float() / step)
-    return codes_RK, scale
+    return codes_RK
 
 
 def quantize_fp8_blocks(weight_RK: Tensor) -> tuple[Tensor, Tensor]:

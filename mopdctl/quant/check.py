@@ -12,10 +12,11 @@ from mopdctl.engines.fusing import fused_groups
 from mopdctl.engines.weights import StoredTensors, open_tensors
 from mopdctl.errors import CheckFailedError
 from mopdctl.files import read_json
+from mopdctl.fp4.fp8 import quantize_fp8_with
 from mopdctl.fp4.quantized import BLOCK, quantize_with
 from mopdctl.quant.check_config import check_config
 
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 22
 _KINDS = frozenset(
     [
         "weight_packed",
@@ -194,8 +195,7 @@ def _is_rounded(tensors: StoredTensors, module: StoredModule, source: StoredTens
             if prod(tensors.places[module.scales].shape) != 1:
                 return True  # other granularities come from elsewhere
             scale = float(tensors.tensor(module.scales))
-            again = (weight_RK.float() / scale).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-            codes = codes.view(torch.uint8)
+            again, codes = quantize_fp8_with(weight_RK, scale).view(torch.uint8), codes.view(torch.uint8)
         else:
             scales = tensors.rows(module.scales, start, start + step).view(torch.uint8)
             again = quantize_with(module.precision, weight_RK, scales, divisor).packed

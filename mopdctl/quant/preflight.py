@@ -140,6 +140,16 @@ def warnings(plan: Plan, config: QuantConfig) -> Iterator[str]:
     experts = {module.precision for name, module in plan.quantized.items() if experts_of(name)}
     if "fp8" in experts and config.act == "none":
         yield "vLLM has no kernel for FP8 experts without quantized activations; use `act: dynamic`"
+    elif "fp8" in precisions and config.act == "none":
+        yield (
+            "on SM89 and later (H100, H200) older versions of vLLM (0.24) load FP8 weights beside inputs in 16 bits "
+            "only with VLLM_TEST_FORCE_FP8_MARLIN=1; `act: dynamic` runs as W8A8 without it"
+        )
+    if config.layout == "modelopt" and set(plan.absent) & {"lm_head"}:
+        yield (
+            "older versions of vLLM (0.24) fail on a ModelOpt layout whose output head is tied to the embeddings; "
+            "`layout: compressed-tensors` loads there"
+        )
     for size in config.tp:
         for name, module in plan.quantized.items():
             if module.precision == "nvfp4" and _splits_columns(name) and module.shape[1] // size % 32:

@@ -11,12 +11,10 @@ from mopdctl.config.quant import ExponentRule, Method, Precision
 from mopdctl.fp4 import mxfp4, nvfp4
 from mopdctl.fp4.blocks import row_chunks
 from mopdctl.fp4.error import quantization_error
-from mopdctl.fp4.fp8 import dequantize_fp8
+from mopdctl.fp4.fp8 import dequantize_fp8, quantize_fp8_with
 from mopdctl.fp4.gptq import gptq
-from mopdctl.fp4.quantized import Quantized
+from mopdctl.fp4.quantized import LARGEST_E4M3, Quantized
 from mopdctl.quant.moments import Moments
-
-_LARGEST = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,8 @@ def quantize_weight(
         reciprocal: the divisor of NVFP4 will be stored as its reciprocal; codes are then chosen for what is read back.
     """
     if precision == "fp8":
-        return _fp8(weight_RK, amax)
+        scale = fp8_scale(amax)
+        return Fp8(quantize_fp8_with(weight_RK, scale), scale)
     hessian_KK = inputs.hessian_KK if inputs is not None and method == "gptq" else None
     chosen: nvfp4.Method = "sweep" if method == "gptq" else method
     divisor = None
@@ -77,19 +76,11 @@ def fp8_scale(amax: float) -> float:
     """
     if amax == 0:
         return 1.0
-    wanted = torch.tensor(amax / _LARGEST).clamp(min=2.0**-126)
+    wanted = torch.tensor(amax / LARGEST_E4M3).clamp(min=2.0**-126)
     found = wanted.bfloat16()
     if float(found) < float(wanted):
         found = (found.view(torch.int16) + 1).view(torch.bfloat16)
     return float(found)
-
-
-def _fp8(weight_RK: Tensor, amax: float) -> Fp8:
-    scale = fp8_scale(amax)
-    codes_RK = torch.empty(weight_RK.shape, dtype=torch.float8_e4m3fn, device=weight_RK.device)
-    for rows in row_chunks(weight_RK):
-        codes_RK[rows] = (weight_RK[rows].float() / scale).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-    return Fp8(codes_RK, scale)
 
 
 def statistics(weight: QuantizedWeight, source_RK: Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mopdctl.errors import InputError
-from mopdctl.fp4.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
+from mopdctl.fp4.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_blocks, quantize_fp8_with
 
 Make = Callable[..., Tensor]
 
@@ -31,6 +31,25 @@ def test_a_scale_that_is_shared_saturates_what_lies_beyond_it() -> None:
     for wrong in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(InputError, match="positive and finite"):
             quantize_fp8(weight, wrong)
+
+
+def test_codes_are_the_quotients_rounded_once() -> None:
+    # Multiplied with the reciprocal, as CUDA does when it divides by a number, these would round the other way.
+    steps = torch.arange(1, 4096, dtype=torch.float32) / 8192
+    weight = torch.arange(1.0, 449.0).outer(steps)
+    exact = (weight.double() / steps.double()).float().to(torch.float8_e4m3fn)
+    for k in range(0, len(steps), 97):
+        codes = quantize_fp8_with(weight[:, k : k + 1], float(steps[k]))
+        assert torch.equal(codes.view(torch.uint8), exact[:, k : k + 1].view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_gpu_codes_the_same_to_the_byte(matrix: Make) -> None:
+    weight = matrix(rows=512, columns=512)
+    for divisor in range(1, 64):
+        codes, scale = quantize_fp8(weight / divisor)
+        of_gpu = quantize_fp8_with((weight / divisor).cuda(), scale)
+        assert torch.equal(of_gpu.cpu().view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-43, 1e-30, 1e30])

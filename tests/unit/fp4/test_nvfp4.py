@@ -368,7 +368,7 @@ def test_the_sweep_is_never_worse_than_max(seed: int, exponent: float, weighted:
     divisor = nvfp4.divisor(float(weight.abs().max()), "max")
     of_max = block_errors(nvfp4.quantize(weight, divisor, method="max"), weight, importance_K)
     found = block_errors(nvfp4.quantize(weight, divisor, importance_K=importance_K), weight, importance_K)
-    assert (found <= of_max * (1 + 1e-6)).all()
+    assert (found <= of_max * (1 + 1e-5)).all()  # of float32 where a block is coded almost exactly
 
 
 def test_the_sweep_lowers_the_error_of_a_gaussian_by_a_quarter(matrix: Make) -> None:

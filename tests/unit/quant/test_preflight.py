@@ -126,6 +126,34 @@ def test_mxfp4_weights_that_run_with_quantized_inputs_are_a_warning(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
+        ({"format": "fp8"}, True),
+        ({"rules": [{"match": "*.o_proj", "precision": "fp8"}]}, True),
+        ({"format": "fp8", "act": "dynamic"}, False),
+        ({}, False),
+    ],
+)
+def test_fp8_beside_inputs_in_16_bits_is_a_warning(
+    settings: dict[str, Any], told: bool, checkpoint: Make, planned: Any
+) -> None:
+    # vllm #52182: before it "Failed to find a kernel that can implement the ScaledMM linear layer" on an H200
+    config = QuantConfig.model_validate({"model": "m", "name": "out"} | settings)
+    assert any("W8A8" in line for line in warnings(planned(checkpoint("llama"), **settings), config)) == told
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_tied_head_in_the_layout_of_modelopt_is_a_warning(
+    layout: str, tied: bool, checkpoint: Make, planned: Any
+) -> None:
+    # vllm #45544: NotImplementedError of `tie_weights`
+    config = QuantConfig.model_validate({"model": "m", "name": "out", "layout": layout})
+    found = warnings(planned(checkpoint("llama", tie_word_embeddings=tied), layout=layout), config)
+    assert any("tied" in line for line in found) == (tied and layout == "modelopt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
         ({"format": "nvfp4"}, True),
         ({"format": "mxfp4"}, False),
         ({"format": "mxfp4", "ignore": ["*.layers.0.mlp.experts.*"]}, True),
