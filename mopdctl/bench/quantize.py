@@ -39,6 +39,7 @@ from mopdctl.cli.output import note
 from mopdctl.engines.weights import open_tensors
 from mopdctl.errors import InputError, MopdctlError
 from mopdctl.quant.run import local_folder
+from mopdctl.train.runtime import IDLE_SPINS
 from mopdctl.world.pretrain import BASE
 from mopdctl.world.text_model import Size
 
@@ -242,8 +243,8 @@ def _beside(on: Subject, workers: "Workers", pairs: Mapping[str, str]) -> list[C
 
 
 def _environment() -> dict[str, str]:
-    """Idle threads sleep, on either side, as `mopdctl` has it: else a core that is not free costs both dear."""
-    return os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    """Idle threads soon sleep, on either side, as `mopdctl` has it: else a core that is not free costs both dear."""
+    return os.environ | {"GOMP_SPINCOUNT": IDLE_SPINS}
 
 
 class Workers:

@@ -97,7 +97,7 @@ def stopped_after() -> Callable[..., AbstractContextManager[None]]:
     @contextmanager
     def stopped(metrics: Path, lines: int, arguments: list[str], *, delay_s: float = 0) -> Iterator[None]:
         before = metrics.stat().st_ino if metrics.exists() else None
-        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        environment = os.environ | {"GOMP_SPINCOUNT": "3000"}
         process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             deadline = time.monotonic() + 120

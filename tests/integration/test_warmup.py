@@ -211,7 +211,7 @@ def warm(document: Path, workspace: Path) -> HFModel:
 def killed_when(ready: Callable[[], bool], document: Path, workspace: Path) -> None:
     """Runs the driver and kills it once `ready`."""
     root = Path(__file__).parents[2]
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(root)}
+    environment = os.environ | {"GOMP_SPINCOUNT": "3000", "PYTHONPATH": str(root)}
     process = subprocess.Popen([sys.executable, "-c", DRIVER, document, workspace], env=environment)
     try:
         deadline = time.monotonic() + 120
