@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mopdctl.engines.fusing import SENSITIVE, fused_groups, routes
+from mopdctl.engines.fusing import SENSITIVE, fused_groups, routes, unknown_siblings
 from mopdctl.engines.hf import HFModel
 from mopdctl.errors import InputError
 from mopdctl.fp4 import nvfp4
@@ -98,7 +98,8 @@ def fake_quantize_weights(model: Any, format: Format) -> None:
     likewise.
 
     Raises:
-        InputError: a weight does not fall into whole blocks, or there are none; see `quantizable`.
+        InputError: a weight does not fall into whole blocks, or there are none; for NVFP4, an engine may fuse layers
+            of an unknown kind. See `quantizable` and `unknown_siblings`.
 
     Source: Bengio et al., "Estimating or propagating gradients" (2013), section 4; NVIDIA, "Quantization-aware
     distillation" (2601.20088), with scales recomputed.
@@ -143,6 +144,12 @@ def _checked(model: Any, format: Format) -> list[tuple[Place, ...]]:
                 f"model {model.name_or_path}: {place.name} has {place.weight.shape[-1]} columns, and {format} needs a "
                 f"multiple of {BLOCK[format]}; leave the model in high precision"
             )
+    columns = {place.name.removesuffix(".weight"): place.weight.shape[-1] for places in groups for place in places}
+    if format == "nvfp4" and (siblings := unknown_siblings(columns)):
+        raise InputError(
+            f"model {model.name_or_path}: {', '.join(siblings)} may read one input, and an engine that fuses them "
+            "keeps one scale, which scales of their own are not; take mxfp4, or leave the model in high precision"
+        )
     return groups
 
 

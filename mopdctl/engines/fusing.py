@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from mopdctl.errors import InputError
-
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -83,26 +81,19 @@ def routes(parent: Any, linear: nn.Linear) -> bool:
     return linear.out_features in {1, *stacks, *([len(experts)] if isinstance(experts, nn.ModuleList) else [])}
 
 
-def check_siblings_known(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> None:
-    """Refuses layers that look like a fused set of a kind that is not known.
+def unknown_siblings(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> tuple[str, ...]:
+    """Layers that look like a fused set of a kind that is not known: the first such set, by their names.
 
     These are siblings of one width of which at least one has an unknown name: whether an engine fuses them cannot be
     told from here, and if it does, scales of their own would be wrong for all but one.
-
-    Raises:
-        InputError: naming them.
     """
-    declared = list(declared)
     fused = {last for family in (*FUSED, *declared) for last in family}
     siblings: dict[tuple[str, int], list[str]] = {}
     for name, width in columns.items():
         parent, _, last = name.rpartition(".")
         if last not in ALONE:
-            siblings.setdefault((parent, width), []).append(last)
-    for (parent, _), lasts in siblings.items():
-        if len(lasts) > 1 and not fused.issuperset(lasts):
-            names = ", ".join(lasts)
-            raise InputError(
-                f"{parent}: {names} may read one input, and an engine that fuses them keeps one scale; say so in a "
-                f"recipe (`fused: [[{names}]]`, which is safe if they are not) or leave them as they are (--ignore)"
-            )
+            siblings.setdefault((parent, width), []).append(name)
+    for names in siblings.values():
+        if len(names) > 1 and not fused.issuperset(name.rpartition(".")[2] for name in names):
+            return tuple(names)
+    return ()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mopdctl.config.quant import Precision, QuantConfig
-from mopdctl.engines.fusing import SENSITIVE, check_siblings_known, fused_groups, routes
+from mopdctl.engines.fusing import SENSITIVE, fused_groups, routes, unknown_siblings
 from mopdctl.engines.weights import StoredTensors, parameter_names, read_config, skeleton
 from mopdctl.errors import InputError
 from mopdctl.quant.targets import experts_of, matching
@@ -189,7 +189,14 @@ def _check(plan: Plan, config: QuantConfig) -> None:
     scaled = [name for name, module in plan.quantized.items() if module.precision in ("nvfp4", "fp8")]
     parents = {name.rpartition(".")[0] for name in scaled}
     free = {name: m.shape[1] for name, m in plan.modules.items() if not m.fixed or m.precision != "bf16"}
-    check_siblings_known({n: k for n, k in free.items() if n.rpartition(".")[0] in parents}, config.fused)
+    siblings = unknown_siblings({n: k for n, k in free.items() if n.rpartition(".")[0] in parents}, config.fused)
+    if siblings:
+        lasts = ", ".join(name.rpartition(".")[2] for name in siblings)
+        raise InputError(
+            f"{siblings[0].rpartition('.')[0]}: {lasts} may read one input, and an engine that fuses them keeps one "
+            f"scale; say so in a recipe (`fused: [[{lasts}]]`, which is safe if they are not) or leave them as they "
+            "are (--ignore)"
+        )
     layers: dict[str, list[str]] = {}
     for name, module in plan.modules.items():
         if experts := experts_of(name):

@@ -344,6 +344,19 @@ def test_experts_stored_the_other_way_round_are_refused() -> None:
         quantizable(model)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_siblings_of_an_unknown_family_are_refused_where_they_have_tensor_scales(
+    llama: Any, format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as `mopdctl quantize` does (auto-round #2380, #2379)
+    monkeypatch.setattr("mopdctl.engines.fusing.FUSED", (("gate_proj", "up_proj"),))
+    if format == "nvfp4":
+        with pytest.raises(InputError, match=r"layers\.0\.self_attn\.q_proj, .*v_proj.* may read one input"):
+            fake_quantize_weights(llama, format)
+    else:
+        fake_quantize_weights(llama, format)
+
+
 def test_a_model_without_linear_layers_is_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
