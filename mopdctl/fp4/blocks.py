@@ -101,7 +101,7 @@ def least_error(magnitudes: Tensor, amax: Tensor, steps: Tensor, importance: Ten
         error_c = sum_j importance_j (step_c E2M1(w_j / step_c) - w_j)^2 / amax^2
 
     Magnitudes of 1e30 or 1e-30 have squares beyond float32: hence the division. Errors within 2^-19 of each other count
-    as equal.
+    as equal. No step of it rounds otherwise on another device, so that all choose the same.
 
     Args:
         magnitudes: [B, r, n], from `block_magnitudes`; overwritten.
@@ -120,9 +120,17 @@ def least_error(magnitudes: Tensor, amax: Tensor, steps: Tensor, importance: Ten
     errors = torch.empty_like(steps)
     for c in range(len(steps)):
         rounded = round_to_values_(scaled * inverse[c])
-        squares = torch.addcmul(scaled, rounded, steps[c], value=-1.0, out=rounded).square_()
-        torch.sum(squares if importance is None else squares.mul_(importance), 0, out=errors[c])
+        squares = rounded.mul_(steps[c]).sub_(scaled).square_()
+        errors[c] = _sum_by_halves_(squares if importance is None else squares.mul_(importance))
     # Floats that are not negative are ordered as their bits, so one minimum finds error and candidate at once.
     keys = errors.view(torch.int32).bitwise_and_(~_INDEX)
     keys.add_(torch.arange(len(steps), dtype=torch.int32, device=keys.device).view(-1, 1, 1))
     return keys.amin(0).bitwise_and_(_INDEX).long()
+
+
+def _sum_by_halves_(values: Tensor) -> Tensor:
+    """The sums [...] of values [2^n, ...], which are overwritten: in one order of additions, whatever the device."""
+    while len(values) > 1:
+        half = len(values) // 2
+        values = values[:half].add_(values[half:])
+    return values[0]

@@ -310,7 +310,7 @@ def test_neither_dtype_nor_memory_order_nor_chunks_change_anything(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_chooses_and_codes_the_same_to_the_byte(matrix: Make, kind: str, method: nvfp4.Method) -> None:
-    weight = matrix(kind, rows=64, columns=512)
+    weight = matrix(kind, rows=2048, columns=1024)  # of so many blocks some are nearly ties
     expected = quantize(weight, method)
     found = quantize(weight.cuda(), method)
     assert torch.equal(found.scales.cpu(), expected.scales)
