@@ -12,6 +12,7 @@ from mopdctl.cli.output import Progress, note, result, result_json, show, stdout
 from mopdctl.evals.run import DEFAULT_BATCH_SIZE
 
 if TYPE_CHECKING:
+    from mopdctl.evals.run import Limit
     from mopdctl.records import Score
 
 
@@ -21,8 +22,13 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option("--model", help="Checkpoint in the workspace, folder or hub id.  [default: NAME]")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Use only the first documents of each task.")
+    limits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="N|TASK=N",
+            help="Use only the first N documents of each task, or of one; may be repeated.",
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Documents at a time.")] = DEFAULT_BATCH_SIZE,
     include: Annotated[
@@ -52,7 +58,7 @@ def evaluate(
     from mopdctl.runs import Workspace
 
     names = [task.strip() for task in tasks.split(",") if task.strip()]
-    place, model = Workspace(workspace), model or name
+    place, model, limit = Workspace(workspace), model or name, _limit(limits or [], names)
     plan = plan_eval(
         name,
         model,
@@ -103,6 +109,20 @@ def evaluate(
         result_json(document | {"scores": [dataclasses.asdict(score) for score in scores]})
     else:
         result(_table(scores))
+
+
+def _limit(values: Sequence[str], tasks: Sequence[str]) -> "Limit":
+    """What `--limit` says of all tasks, and of some."""
+    from mopdctl.errors import InputError
+
+    found: dict[str, int] = {}
+    for value in values:
+        task, _, number = value.rpartition("=")
+        if not (number.isdecimal() and int(number)) or task in found:
+            raise InputError(f"--limit {value}: needs a number from 1, or task=number, each task once")
+        found[task] = int(number)
+    everywhere = found.pop("", None)
+    return dict.fromkeys(tasks, everywhere) | found if found else everywhere
 
 
 def _progress() -> Callable[[int, int], None]:

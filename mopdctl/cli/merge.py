@@ -54,7 +54,7 @@ def merge(
     from mopdctl.runs import Workspace, read_card
 
     if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"--scale {scale}: must be above 0")
+        raise InputError(f"--scale {scale}: must be a finite number above 0")
     given = {"scale": scale, "scales": _scales(scales) if scales is not None else None, "density": density}
     flags = {"method": method, "search": search} | {key: value for key, value in given.items() if value is not None}
     how = parse(MergeConfig, flags, source="merge")

@@ -60,7 +60,10 @@ def quantize(
     max_length: Annotated[int | None, typer.Option("--max-length", help="Tokens of a row.  [default: 2048]")] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option("--compare", help="Rows to compare with the source on: JSONL, .txt or a store; may be repeated."),
+        typer.Option(
+            "--compare",
+            help="Compare with the source on 64 rows of a JSONL, .txt or store, evenly spread; may be repeated.",
+        ),
     ] = None,
     md: Annotated[Path | None, typer.Option("--md", help="Markdown file to write the report into.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A quant.yaml; options come before it.")] = None,
@@ -139,6 +142,7 @@ def quantize(
             writing = writing or Progress(settings.name, total, done=done - 1)
             writing.update(done, last)
 
+        check_sources(compare or [], place, base=Path())
         moves = is_move(settings, place, base=base)
         document: dict[str, Any]
         if dry_run:
@@ -149,8 +153,6 @@ def quantize(
             )
         else:
             how = Comparing(tuple(compare)) if compare else None
-            if how:
-                check_sources(how.sources, place, base=Path())
             if moves:
                 target = move_checkpoint(settings, place, base=base, on_tensor=on_tensor)
             else:

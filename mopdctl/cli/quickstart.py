@@ -85,7 +85,8 @@ def quickstart(
 
 def _prepare(place: Any, recipe: Any, seed: int) -> None:
     """Writes the world once; a marker says that all of it is there."""
-    from mopdctl.files import write_json
+    from mopdctl.errors import InputError
+    from mopdctl.files import read_json, write_json
     from mopdctl.world.files import write_world
 
     marker = place.root / "configs" / ".complete.json"
@@ -93,6 +94,8 @@ def _prepare(place: Any, recipe: Any, seed: int) -> None:
         note(f"# the tiny world: base model, data and configurations in {place.root}")
         write_world(place, recipe, seed)
         write_json(marker, {"seed": seed})
+    elif (found := read_json(marker).get("seed")) != seed:
+        raise InputError(f"{place.root}: holds the world of seed {found}, not {seed}; give another --workspace")
 
 
 def _plan(place: Any, recipe: Any, seed: int) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def load_tasks(names: Sequence[str], folders: Sequence[Path]) -> list[LoadedTask
         objects = (groups[name],) if name in groups else tuple(found["tasks"].values())
         for task in found["tasks"]:
             if task in owner:
-                raise InputError(f"task {task!r}: part of {owner[task]!r} and of {name!r}; ask for one of them")
+                twice = "given twice" if owner[task] == name else f"part of {owner[task]!r} and of {name!r}"
+                raise InputError(f"task {task!r}: {twice}; ask for it once")
             owner[task] = name
         loaded.append(LoadedTask(name, objects, dict(found["tasks"]), tuple(groups)))
     return loaded

@@ -77,6 +77,9 @@ def plan_eval(
     before = read_card(target).get("request") if has_scores(target) else None
     done = before == request and not force
     if target.exists() and not done and not force:
+        from mopdctl.evals.harness import load_tasks
+
+        load_tasks(tasks, folders)  # a task that nobody knows is what is wrong, if there is one
         told = told_differences({key: before.get(key) for key in request}, request) if before else ""
         what = f"holds another evaluation ({told})" if before else "is in the way"
         raise InputError(f"{target}: {what}; use another name, or --force to replace it")

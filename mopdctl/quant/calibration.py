@@ -12,7 +12,7 @@ from mopdctl.files import fingerprint
 from mopdctl.runs import Workspace
 from mopdctl.store.store import Store
 from mopdctl.train.data import row_messages, row_tools, template_errors
-from mopdctl.train.rows import Row, count_rows, data_files, iterate_rows
+from mopdctl.train.rows import Row, count_rows, data_files, iterate_rows, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,6 @@ def calibration_rows(config: CalibrationConfig, model: str, workspace: Workspace
     if not rows:
         raise InputError(f"calibration {source}: holds no tokens; give rows of `messages` or `text`")
     return CalibrationRows(rows, source, available, sum(len(row) > limit for row in found), found.count(()))
-
-
-def spread(available: int, wanted: int) -> list[int]:
-    """Up to `wanted` of so many row numbers, evenly spaced, the first among them; ascending."""
-    count = min(available, wanted)
-    return [number * available // count for number in range(count)]
 
 
 _Found = tuple[int, list[tuple[int, ...]]]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from mopdctl.engines.hf import HFModel
@@ -11,7 +10,7 @@ from mopdctl.files import read_text
 from mopdctl.runs import Workspace
 from mopdctl.store.store import Store
 from mopdctl.train.data import conversation_ids, prompt_token_ids, row_messages, row_tools
-from mopdctl.train.rows import Row, iterate_rows
+from mopdctl.train.rows import Row, count_rows, iterate_rows, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Material:
 def read_material(
     model: HFModel, sources: Sequence[str], workspace: Workspace, *, rows: int, max_length: int, base: Path
 ) -> Material:
-    """Reads up to `rows` rows of each source, cut to `max_length` tokens (or what the model takes).
+    """Reads up to `rows` rows of each source, spread over all of it, cut to `max_length` tokens (the model's at most).
 
     A source is a rollout store of the workspace by its name (its prompts and answers, tokens as they are stored); a
     JSONL or Parquet file of `messages`, of `prompt`, or of held-out `text`; or a `.txt` file, which is held-out text
@@ -65,7 +64,7 @@ def read_material(
     text: list[Passage] = []
     dropped = 0
     for source in sources:
-        for prompt, passage in islice(_read(model, source, workspace, longest, base), rows):
+        for prompt, passage in _read(model, source, workspace, rows, longest, base):
             if prompt is None:
                 kept = _cut(passage, longest)
                 text += [kept] if kept else []
@@ -84,10 +83,19 @@ def read_material(
 
 
 def check_sources(sources: Sequence[str], workspace: Workspace, *, base: Path) -> None:
-    """Raises InputError for a source that is neither a file nor a rollout store: said before long work, not after."""
+    """Raises InputError for a source that is neither a file nor a rollout store, or whose rows are of no known kind.
+
+    Said before long work, not after.
+    """
     for source in sources:
-        if not (base / source).is_file() and not _is_store(source, workspace):
-            raise InputError(f"{source!r}: neither a file nor a rollout store in {workspace.root}; check the name")
+        path = base / source
+        if not path.is_file():
+            if not _is_store(source, workspace):
+                raise InputError(f"{source!r}: neither a file nor a rollout store in {workspace.root}; check the name")
+        elif path.suffix != ".txt":
+            for place, row in iterate_rows(path):
+                if not _is_text(row):
+                    row_messages(row, place)
 
 
 def _is_store(source: str, workspace: Workspace) -> bool:
@@ -98,24 +106,29 @@ _Found = tuple[tuple[int, ...] | None, Passage | None]
 """Prompt and answer; without a prompt, held-out text."""
 
 
-def _read(model: HFModel, source: str, workspace: Workspace, longest: int, base: Path) -> Iterator[_Found]:
+def _read(model: HFModel, source: str, workspace: Workspace, rows: int, longest: int, base: Path) -> Iterator[_Found]:
     path = base / source
     if not path.is_file():
-        return _of_store(Store(workspace.rollouts(source)))
+        return _of_store(Store(workspace.rollouts(source)), rows)
     if path.suffix == ".txt":
-        return _windows(model, path, longest)
-    return (_of_row(model, row, place) for place, row in iterate_rows(path))
+        windows = _windows(model, path, longest)
+        return (windows[number] for number in spread(len(windows), rows))
+    wanted = set(spread(count_rows(path), rows))
+    found = (entry for number, entry in enumerate(iterate_rows(path)) if number in wanted)
+    return (_of_row(model, row, place) for place, row in found)
 
 
-def _of_store(store: Store) -> Iterator[_Found]:
-    for sample in store.scan():
+def _of_store(store: Store, rows: int) -> Iterator[_Found]:
+    samples = store.read(spread(int(store.manifest.rows), rows))
+    store.close()
+    for sample in samples:
         prompt = tuple(sample.prompt_ids.tolist())
         mask = [0] * len(prompt) + sample.response_mask.astype(int).tolist()
         yield prompt, Passage(tuple(sample.tokens.tolist()), tuple(mask))
 
 
 def _of_row(model: HFModel, row: Row, place: str) -> _Found:
-    if isinstance(row.get("text"), str) and "messages" not in row and "prompt" not in row:
+    if _is_text(row):
         return None, _plain(_tokens(model, row["text"]))
     messages, tools = row_messages(row, place), row_tools(row, place)
     if messages[-1]["role"] != "assistant":
@@ -125,9 +138,13 @@ def _of_row(model: HFModel, row: Row, place: str) -> _Found:
     return prompt, Passage(tuple(ids), tuple(mask))
 
 
-def _windows(model: HFModel, path: Path, longest: int) -> Iterator[_Found]:
+def _is_text(row: Row) -> bool:
+    return isinstance(row.get("text"), str) and "messages" not in row and "prompt" not in row
+
+
+def _windows(model: HFModel, path: Path, longest: int) -> list[_Found]:
     ids = _tokens(model, read_text(path))
-    return ((None, _plain(ids[start : start + longest])) for start in range(0, len(ids), longest))
+    return [(None, _plain(ids[start : start + longest])) for start in range(0, len(ids), longest)]
 
 
 def _tokens(model: HFModel, text: str) -> list[int]:

@@ -64,6 +64,12 @@ def count_rows(path: Path) -> int:
     return sum(1 for line in read_text(path).split("\n") if line.strip())
 
 
+def spread(available: int, wanted: int) -> list[int]:
+    """Up to `wanted` of so many row numbers, evenly spaced, the first among them; ascending."""
+    count = min(available, wanted)
+    return [number * available // count for number in range(count)]
+
+
 def _parquet(path: Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq

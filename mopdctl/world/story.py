@@ -179,9 +179,9 @@ def _eval(workspace: Workspace, name: str, limits: dict[str, int]) -> Stage:
 
         return run_eval(name, name, list(limits), workspace, limit=limits)
 
-    command = f"mopdctl eval {name} --tasks {','.join(limits)}{_at(workspace)}"
-    if len(set(limits.values())) > 1:
-        command += f"   # {min(limits.values())} documents outside its own domain"
+    least = min(limits.values())
+    more = "".join(f" --limit {task}={count}" for task, count in limits.items() if count != least)
+    command = f"mopdctl eval {name} --tasks {','.join(limits)} --limit {least}{more}{_at(workspace)}"
     return Stage(f"eval {name}", f"scores of {name}", command, (name,), 0, run)
 
 

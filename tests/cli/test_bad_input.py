@@ -181,7 +181,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str | list[str], str]] = {
         "unknown key 'train.step'; did you mean 'steps'?",
     ),
     "--set below a value": (nothing, DISTILL + " --set name.x=3", "'name'"),
-    "a scale of zero": (nothing, MERGE + " --scale 0", "--scale 0.0: must be above 0"),
+    "a scale of zero": (nothing, MERGE + " --scale 0", "--scale 0.0: must be a finite number above 0"),
     "a scale that is no number": (nothing, MERGE + " --scale nan", "--scale nan: "),
     "a scale without end": (nothing, MERGE + " --scale inf", "--scale inf: "),
     # prompts

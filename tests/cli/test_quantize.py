@@ -87,6 +87,22 @@ def test_the_report_compares_with_the_source_and_goes_into_a_file(cli: Cli, mode
     assert (tmp_path / "runs" / "q" / "report.json").exists()
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "neither a file nor a rollout store"), ("# words", ":1: not JSON"), ("{}", ":1: ")]
+)
+def test_what_cannot_be_compared_on_is_refused_before_anything_is_written(
+    cli: Cli, model: Path, tmp_path: Path, content: str | None, said: str, dry: tuple[str, ...]
+) -> None:
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content, "utf-8")
+    options = ["--compare", tmp_path / "rows.jsonl", "--name", "q", "--workspace", tmp_path / "w", *dry]
+    done = cli("quantize", model, *options)
+    assert done.code == 2
+    assert said in done.stderr
+    assert not (tmp_path / "w").exists()
+
+
 def test_a_budget_of_bits_is_kept(cli: Cli, model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "1 plus 2 is 3."}\n{"text": "4 plus 5 is 9."}\n', "utf-8")
     options = [

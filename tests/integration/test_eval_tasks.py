@@ -254,6 +254,8 @@ def test_same_evaluation_is_left_and_another_replaced_only_by_force(own: Workspa
     assert (folder / "scores.json").stat().st_mtime_ns == before
     with pytest.raises(InputError, match=r"limits.* was .*--force"):
         run_eval("init", "init", ["arithmetic"], own, limit=3)
+    with pytest.raises(InputError, match="did you mean 'arithmetic'"):
+        run_eval("init", "init", ["arithmetc"], own, limit=3)
     with pytest.raises(InputError, match=r"model was "):
         run_eval("init", "bos", ["arithmetic"], own, limit=2)
     run_eval("init", "init", ["arithmetic"], own, limit=3, force=True)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from mopdctl.config.quant import CalibrationConfig
 from mopdctl.engines.tokenizers import ChatTokenizer, tokenizer_fingerprint
 from mopdctl.errors import InputError
-from mopdctl.quant.calibration import CalibrationRows, calibration_rows, spread
+from mopdctl.quant.calibration import CalibrationRows, calibration_rows
 from mopdctl.records import Sample
 from mopdctl.runs import Workspace
 from mopdctl.store.store import StoreWriter
+from mopdctl.train.rows import spread
 
 
 @pytest.fixture(scope="module")

@@ -142,17 +142,31 @@ def test_rows_are_cut_and_what_has_nothing_left_is_counted(models: Path) -> None
     assert compared(models, "full", "rows.jsonl", rows=1)["answers"]["rows"] == 1
 
 
+def test_rows_are_spread_over_a_file_that_holds_more(models: Path) -> None:
+    # The first rows of a file of several domains are often all of one.
+    write_jsonl(models / "many.jsonl", [{"prompt": word} for word in ("a", "b", "c", "d", "e", "f", "g", "h")])
+    write_jsonl(models / "few.jsonl", [{"prompt": word} for word in ("a", "e")])
+    model = HFModel.load(str(models / "full"))
+    many, few = (
+        read_material(model, [name], Workspace(models), rows=2, max_length=64, base=models).prompts
+        for name in ("many.jsonl", "few.jsonl")
+    )
+    assert many == few
+
+
 def test_a_rollout_store_gives_its_prompts_and_answers_as_they_are_stored(
     models: Path, distil: Callable[..., Any], teachers_document: Callable[..., dict[str, Any]], tiny: Path
 ) -> None:
     from mopdctl.store.store import Store
+    from mopdctl.train.rows import spread
 
     workspace = models / "workspace"
     run = distil(teachers_document(steps=1), workspace)
     model = HFModel.load(str(tiny / "models" / "student"))
     space = Workspace(workspace)
     material = read_material(model, ["merged"], space, rows=5, max_length=128, base=models)
-    samples = list(Store(space.rollouts("merged")).scan())[:5]
+    stored = list(Store(space.rollouts("merged")).scan())
+    samples = [stored[number] for number in spread(len(stored), 5)]
     assert [passage.token_ids for passage in material.answers] == [tuple(s.tokens.tolist()) for s in samples]
     assert [passage.pair[1] for passage in material.answers] == [tuple(s.response_ids.tolist()) for s in samples]
     assert material.prompts == tuple(dict.fromkeys(tuple(s.prompt_ids.tolist()) for s in samples))
