@@ -56,6 +56,7 @@ def evaluate(
     from mopdctl.evals.run import plan_eval, run_eval
     from mopdctl.evals.scores import read_scores
     from mopdctl.runs import Workspace
+    from mopdctl.train.runtime import prepare_runtime
 
     names = [task.strip() for task in tasks.split(",") if task.strip()]
     place, model, limit = Workspace(workspace), model or name, _limit(limits or [], names)
@@ -70,6 +71,7 @@ def evaluate(
         chat_template=chat_template,
         force=force,
     )
+    prepare_runtime()
     if dry_run:
         from mopdctl.evals.harness import listening, load_tasks
 

@@ -49,6 +49,7 @@ ALONE = frozenset(
 SENSITIVE = re.compile(
     r"(.*\.)?(in_proj_(a|b|ba)|x_proj|dt_proj)$"  # small projections of state-space and linear-attention layers
     r"|(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|mm_projector|embed_vision)\."
+    r"|(.*\.)?router\w*(\.|$)"  # and what routers are made of; those by other names: see `routes`
 )
 """Linear layers that stay as they are by their names, as in the defaults of ModelOpt."""
 
@@ -61,14 +62,18 @@ def fused_groups(columns: Columns, declared: Iterable[Sequence[str]] = ()) -> di
 
     Args:
         columns: the linear layers, by their names in the checkpoint; each expert is a parent of its own.
-        declared: further families of last names.
+        declared: further families of last names; one that shares a name with another is one with it.
     """
-    families = [tuple(family) for family in (*FUSED, *declared)]
+    families = list(FUSED)
+    for family in declared:
+        apart = [known for known in families if not set(known) & set(family)]
+        joined = [last for known in families if known not in apart for last in known]
+        families = [*apart, tuple(dict.fromkeys([*joined, *family]))]
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in columns:
         parent, _, last = name.rpartition(".")
-        family = next((family for family in families if last in family), (last,))
-        groups.setdefault((parent, family), []).append(name)
+        own = next((family for family in families if last in family), (last,))
+        groups.setdefault((parent, own), []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
 
 

@@ -63,7 +63,7 @@ def divisor(amax: float, method: Method) -> float:
     Source: NVIDIA, "Pretraining large language models with NVFP4" (2509.25149), two-level scaling; 256 from "Four Over
     Six" (2512.02010).
     """
-    if not 0 <= amax < inf:
+    if not 0 <= float(torch.tensor(amax, dtype=torch.float32)) < inf:
         raise InputError(f"largest magnitude {amax}: the weight holds NaN or infinite values; no scale fits them")
     if amax == 0:
         return 1.0

@@ -40,6 +40,7 @@ def decision_groups(plan: Plan, config: QuantConfig) -> dict[str, Group]:
     """All that is quantized, in groups by name: the first of their modules, or that of a layer's experts.
 
     Candidates are `config.format`, `fp8` and `bf16`, unless a rule of the configuration matches a module of the group.
+    Experts are no candidates for `fp8` beside inputs in 16 bits, for which vLLM has no kernel.
     """
     decided = {name for rule in config.rules for name in matching(rule.match, [*plan.modules, *plan.absent])}
     members: dict[str, list[str]] = {}
@@ -50,6 +51,8 @@ def decision_groups(plan: Plan, config: QuantConfig) -> dict[str, Group]:
         candidates: tuple[Precision, ...] = (plan.modules[names[0]].precision,)
         if not decided.intersection(names):
             candidates = ("fp8", "bf16") if config.format == "fp8" else (config.format, "fp8", "bf16")
+            if experts_of(names[0]) and config.act == "none" and config.format != "fp8":
+                candidates = (config.format, "bf16")
         elements = sum(plan.modules[name].shape[0] * plan.modules[name].shape[1] for name in names)
         groups[group] = Group(tuple(names), elements, candidates)
     return groups

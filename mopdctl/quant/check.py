@@ -31,6 +31,7 @@ _KINDS = frozenset(
 )
 """Last names of tensors that belong to a quantized matrix."""
 
+_CACHE = (".k_scale", ".v_scale")
 _LEAST_TOP = 192.0
 """Of the largest block scale: some kernels take for granted that the highest bit of its exponent is set."""
 _MOST_DIVISOR = 2.0**126
@@ -43,6 +44,7 @@ def check_checkpoint(
     source: StoredTensors | None = None,
     tied: Mapping[str, str] | None = None,
     rounded: bool = True,
+    fused: Sequence[Sequence[str]] = (),
 ) -> None:
     """Reads every byte of a quantized checkpoint.
 
@@ -55,13 +57,14 @@ def check_checkpoint(
             byte, and codes are those that its weights have with the stored scales.
         tied: tensors of the source that are rightly missing.
         rounded: each weight was rounded to the nearest code; GPTQ does otherwise.
+        fused: families of layers that an engine fuses, beside the known ones.
 
     Raises:
         CheckFailedError: naming the first tensor that is wrong, and how.
     """
     tensors = open_tensors(str(folder))
     modules = stored_modules(tensors)
-    for problem in _problems(tensors, modules, read_json(folder / "config.json")):
+    for problem in _problems(tensors, modules, read_json(folder / "config.json"), fused):
         raise CheckFailedError(f"{folder}: {problem}")
     if source is not None:
         for problem in _differences(tensors, modules, source, tied or {}, rounded):
@@ -69,7 +72,10 @@ def check_checkpoint(
 
 
 def _problems(
-    tensors: StoredTensors, modules: Mapping[str, StoredModule], config: Mapping[str, object]
+    tensors: StoredTensors,
+    modules: Mapping[str, StoredModule],
+    config: Mapping[str, object],
+    fused: Sequence[Sequence[str]],
 ) -> Iterator[str]:
     owned = {name for module in modules.values() for name in module.tensors}
     for name in tensors.places:
@@ -86,7 +92,8 @@ def _problems(
     for module in modules.values():
         if _any(tensors, *_NAN[module.precision](module)):
             yield f"{_NAN[module.precision](module)[0]}: holds a byte that is NaN or negative"
-    yield from _tensor_scales(tensors, modules)
+    yield from _tensor_scales(tensors, modules, fused)
+    yield from _cache_scales(tensors)
 
 
 def _shapes(tensors: StoredTensors, module: StoredModule) -> Iterator[str]:
@@ -103,7 +110,19 @@ def _shapes(tensors: StoredTensors, module: StoredModule) -> Iterator[str]:
             yield f"{name}: shape {list(tensors.places[name].shape)} where one number is needed"
 
 
-def _tensor_scales(tensors: StoredTensors, modules: Mapping[str, StoredModule]) -> Iterator[str]:
+def _cache_scales(tensors: StoredTensors) -> Iterator[str]:
+    """Scales of keys and values are one positive, finite number each."""
+    for name, place in tensors.places.items():
+        if name.endswith(_CACHE):
+            if prod(place.shape) != 1:
+                yield f"{name}: shape {list(place.shape)} where one number is needed"
+            elif not (isfinite(scale := float(tensors.tensor(name).float())) and scale > 0):
+                yield f"{name}: is {scale}, which is no scale"
+
+
+def _tensor_scales(
+    tensors: StoredTensors, modules: Mapping[str, StoredModule], fused: Sequence[Sequence[str]]
+) -> Iterator[str]:
     """Scales of tensors are positive and finite, and one within what engines fuse; block scales reach their top."""
     found: dict[str, float] = {}
     for module in modules.values():
@@ -113,7 +132,7 @@ def _tensor_scales(tensors: StoredTensors, modules: Mapping[str, StoredModule]) 
             if not (isfinite(found[name]) and found[name] > 0):
                 yield f"{name}: is {found[name]}, which is no scale"
     widths = {name: tensors.places[module.codes].shape[1] for name, module in modules.items()}
-    for group in dict.fromkeys(fused_groups(widths).values()):
+    for group in dict.fromkeys(fused_groups(widths, fused).values()):
         members = [modules[name] for name in group]
         for kind in ("tensor_scale", "input_scale", "scales"):
             names = [name for one in members if (name := getattr(one, kind)) in found]
@@ -171,7 +190,7 @@ def _differences(
         elif name not in tied:
             yield f"{name}: is missing"
     for name in tensors.places:
-        if name not in owned and name not in source.places and not name.endswith((".k_scale", ".v_scale")):
+        if name not in owned and name not in source.places and not name.endswith(_CACHE):
             yield f"{name}: is not in the source"
 
 

@@ -50,11 +50,13 @@ def preflight(
         on_read: told of progress.
 
     Raises:
-        InputError: a weight is NaN or infinite; a shape does not divide by `tp`; there is no room on the disk.
+        InputError: a weight is NaN or infinite; a shape does not divide by `tp`; there is no room on the disk; what the
+            configuration ties is there twice, and differs.
     """
     for size in config.tp:
         check_divisible(plan, size)
     num_bytes, free = check_room(written, root)
+    _check_tied(plan)
     own = largest_magnitudes(plan, on_read)
     amax = {name: max(own[other] for other in module.group) for name, module in plan.quantized.items()}
     largest = max(place.num_bytes for place in plan.tensors.places.values())
@@ -74,6 +76,22 @@ def preflight(
             "warnings": list(warnings(plan, config)),
         },
     )
+
+
+def _check_tied(plan: Plan) -> None:
+    tensors = plan.tensors
+    for name, kept in plan.tied.items():
+        same = tensors.places[name].shape == tensors.places[kept].shape and all(
+            torch.equal(one, other)
+            for one, other in zip(
+                *(tensors.row_chunks(each, max_bytes=CHUNK_BYTES) for each in (name, kept)), strict=True
+            )
+        )
+        if not same:
+            raise InputError(
+                f"{name}: config.json ties it to {kept}, and the file holds another; set `tie_word_embeddings: false` "
+                f"there if both are meant"
+            )
 
 
 def check_room(written: dict[str, Stored], root: Path) -> tuple[int, int]:
@@ -104,10 +122,12 @@ def largest_magnitudes(plan: Plan, on_read: OnRead) -> dict[str, float]:
 
 
 def _amax(name: str, piece: Tensor) -> float:
-    low, high = torch.aminmax(piece)
-    found = max(-float(low), float(high))
-    if not (isfinite(float(low)) and isfinite(float(high))):
-        raise InputError(f"{name}: holds NaN or infinity; the checkpoint is broken, train or download it again")
+    low, high = (float(each.float()) for each in torch.aminmax(piece))  # as everything is computed
+    found = max(-low, high)
+    if not (isfinite(low) and isfinite(high)):
+        raise InputError(
+            f"{name}: holds NaN or infinity, in float32; the checkpoint is broken, train or download it again"
+        )
     return found
 
 

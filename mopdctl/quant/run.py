@@ -144,7 +144,13 @@ def quantize_model(
             journal.close()
         with building(target) as temporary:
             _assemble(job, record | ({"precision": decided} if decided else {}), parts, journal, temporary)
-            check_checkpoint(temporary, source=job.plan.tensors, tied=job.plan.tied, rounded=config.method != "gptq")
+            check_checkpoint(
+                temporary,
+                source=job.plan.tensors,
+                tied=job.plan.tied,
+                rounded=config.method != "gptq",
+                fused=config.fused,
+            )
             card = {"name": config.name, "parent": config.model, "algorithm": f"quantize/{config.format}"}
             made_by = {"config": record, "fingerprint": fingerprint(record)}
             write_card(temporary, card | made_by | {"digest": checkpoint_digest(temporary)})
@@ -205,6 +211,8 @@ def _write(job: Job, amax: Mapping[str, float], parts: Parts, journal: Journal, 
         for name, inputs in found.items():
             if name not in journal.entries:
                 quantize(plan.modules[name], inputs)
+        if config.method != "gptq":
+            return {}
         return {f"{name}.weight": dequantized(written, modules[name], torch.float32) for name in found}
 
     for name in plan.copied:
@@ -220,9 +228,9 @@ def _write(job: Job, amax: Mapping[str, float], parts: Parts, journal: Journal, 
     elif left:
         exact = config.method == "gptq"
         model = LayerwiseModel(tensors, device)
-        # What GPTQ makes of a layer depends on those before it, so that they run again; what they became is read.
-        targets = list(plan.quantized) if exact else left
-        calibrate(model, job.rows.token_ids, targets, visit, hessian=exact, replacing=exact)
+        # What is written already is looked at again: GPTQ goes on from it, and unreached experts take over what their
+        # siblings saw.
+        calibrate(model, job.rows.token_ids, list(plan.quantized), visit, hessian=exact, replacing=exact)
 
 
 def _written(plan: Plan, layout: Layout, config: QuantConfig) -> dict[str, Stored]:
@@ -290,8 +298,8 @@ def _unreached(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         calibrated = sum(CALIBRATION_TOKENS in about for about in modules.values())
         yield (
             f"no calibration token reached {len(names)} of {calibrated} weights ({', '.join(names[:3])}"
-            f"{', ...' if len(names) > 3 else ''}); their errors are unweighted and inputs' scales those of their "
-            "siblings; give more rows, or rows of what these experts are for"
+            f"{', ...' if len(names) > 3 else ''}): what they read is unknown, and any scale of their inputs is that "
+            "of their siblings; give more rows, or rows of what these experts are for"
         )
 
 

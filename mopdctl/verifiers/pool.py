@@ -56,6 +56,7 @@ class VerifierPool:
         self._owner = os.getpid()
         self._idle: list[_Worker] = []
         self._closing = threading.Event()
+        self._submitting = threading.Lock()
         # A worker dies with the thread that started it, and the threads of an executor live as long as it does.
         self._threads = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "verifiers")
 
@@ -70,6 +71,8 @@ class VerifierPool:
         if os.getpid() != self._owner:
             return
         self._closing.set()
+        with self._submitting:  # checks are taken all or none
+            self._threads.shutdown(wait=False)
         self._threads.shutdown()
         while self._idle:
             self._idle.pop().end()
@@ -83,7 +86,8 @@ class VerifierPool:
         if os.getpid() != self._owner:
             raise RuntimeError("this pool of verifiers belongs to another process; make one in each")
         named = [(self._verifiers[name], attempt) for name, attempt in attempts]
-        waiting = [self._threads.submit(self._judge, verifier.name, attempt) for verifier, attempt in named]
+        with self._submitting:
+            waiting = [self._threads.submit(self._judge, verifier.name, attempt) for verifier, attempt in named]
         try:
             said = [future.result() for future in waiting]
         finally:  # an interrupt shall not leave the rest in the queue

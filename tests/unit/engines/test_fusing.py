@@ -2,7 +2,7 @@
 
 import pytest
 
-from mopdctl.engines.fusing import fused_groups, unknown_siblings
+from mopdctl.engines.fusing import SENSITIVE, fused_groups, unknown_siblings
 
 ATTENTION = {"a.q_proj": 64, "a.k_proj": 64, "a.v_proj": 64, "a.o_proj": 64}
 
@@ -55,3 +55,20 @@ def test_an_unknown_sibling_of_a_known_family_is_found() -> None:
 )
 def test_what_cannot_be_a_fused_set_is_let_through(columns: dict[str, int]) -> None:
     assert unknown_siblings(columns) == ()
+
+
+def test_a_declared_family_that_shares_a_name_with_a_known_one_is_one_with_it() -> None:
+    columns = ATTENTION | {"a.g_proj": 64}
+    names = ("a.q_proj", "a.k_proj", "a.v_proj", "a.g_proj")
+    assert fused_groups(columns, [["g_proj", "k_proj"]])["a.q_proj"] == names
+    assert fused_groups(columns, [["g_proj", "k_proj", "q_proj", "v_proj"]])["a.g_proj"] == names
+    assert fused_groups(columns, [["g_proj", "h_proj"], ["h_proj", "v_proj"]])["a.q_proj"] == names
+
+
+@pytest.mark.parametrize(
+    "name", ["m.router.gate", "m.experts.router.layer", "m.router.classifier", "m.gate.router_mlp.0", "m.router"]
+)
+def test_what_a_router_is_made_of_is_sensitive(name: str) -> None:
+    # afmoe, jetmoe, longcat_flash, zaya: vLLM keeps them as plain layers
+    assert SENSITIVE.match(name)
+    assert not SENSITIVE.match("m.shared_expert.gate_proj")

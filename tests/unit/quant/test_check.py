@@ -35,6 +35,7 @@ def sources(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "mxfp4": {"format": "mxfp4"},
         "modelopt": {"layout": "modelopt"},
         "mixed": {"rules": [{"match": "*.self_attn.*", "precision": "fp8"}]},
+        "cache": {"kv_cache": "fp8"},
     }
     for name, one in settings.items():
         config = QuantConfig.model_validate({"model": str(model), "name": name, "method": "max"} | one)
@@ -127,6 +128,18 @@ def test_a_tensor_scale_that_is_no_scale_is_found(value: float, problem: Any) ->
 def test_scales_that_differ_within_a_fused_group_are_found(kind: str, name: str, problem: Any) -> None:
     # llm-compressor #1869: 9600, 12992 and 12160 in q, k and v
     assert "differ, and an engine that fuses these layers keeps one" in problem(kind, lambda t, b: t[name].mul_(1.1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_scales_of_keys_and_values_that_are_none_are_found(problem: Any, value: float) -> None:
+    name = f"{ATTENTION}.k_scale"
+    assert problem("cache", lambda tensors, block: tensors[name].fill_(value)).startswith(f"{name}: is ")
+
+
+def test_more_than_one_scale_of_keys_is_found(problem: Any) -> None:
+    name = f"{ATTENTION}.k_scale"
+    found = problem("cache", lambda tensors, block: tensors.update({name: torch.ones(7, dtype=torch.bfloat16)}))
+    assert found == f"{name}: shape [7] where one number is needed"
 
 
 def test_block_scales_that_leave_the_top_of_their_range_unused_are_found(problem: Any) -> None:

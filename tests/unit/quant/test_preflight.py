@@ -56,6 +56,11 @@ def test_a_weight_that_is_no_number_is_named(
         dry(editable("llama", {name: tensor}))
 
 
+def test_a_weight_beyond_float32_is_named(editable: Make, dry: Any) -> None:
+    with pytest.raises(InputError, match=f"^{UP}: holds NaN or infinity, in float32"):
+        dry(editable("llama", {UP: torch.full((96, 64), 1e300, dtype=torch.float64)}))
+
+
 def test_zero_weights_are_no_error_and_are_told(editable: Make, dry: Any) -> None:
     assert dry(editable("llama", {UP: torch.zeros(96, 64, dtype=torch.bfloat16)}))["zero"] == [
         UP.removesuffix(".weight")

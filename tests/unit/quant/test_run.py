@@ -95,14 +95,21 @@ def test_no_dtype_of_the_weights_changes_the_arithmetic(checkpoint: Make, editab
             assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
 
 
-def test_a_tied_table_is_written_once(editable: Make, quantized: Callable[..., Path]) -> None:
+def test_a_tied_table_is_written_once(checkpoint: Make, editable: Make, quantized: Callable[..., Path]) -> None:
     # Model-Optimizer 0.45, llm-compressor #2798: a second table under the name of the head
-    table = torch.ones(512, 64, dtype=torch.bfloat16)
+    table = load_file(checkpoint("llama", tie_word_embeddings=True) / "model.safetensors")["model.embed_tokens.weight"]
     folder = quantized(editable("llama", {"lm_head.weight": table}, tie_word_embeddings=True), method="max")
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     config = read_json(folder / "config.json")
     assert config["tie_word_embeddings"] is True
     assert {"lm_head", "model.embed_tokens"} <= set(config["quantization_config"]["ignore"])
+
+
+def test_a_table_that_is_tied_and_differs_is_refused(editable: Make, quantized: Callable[..., Path]) -> None:
+    # transformers does not tie two that are there and differ; what is dropped here would be missing there
+    table = torch.ones(512, 64, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"lm_head\.weight: config.json ties it to model\.embed_tokens\.weight, and"):
+        quantized(editable("llama", {"lm_head.weight": table}, tie_word_embeddings=True), method="max")
 
 
 def test_shards_have_an_index_and_hold_the_same_tensors(checkpoint: Make, quantized: Callable[..., Path]) -> None:
@@ -268,6 +275,24 @@ def test_every_expert_has_a_scale_of_its_inputs_also_one_that_no_token_reached(
     assert told["modules"]["model.layers.0.self_attn.q_proj"]["calibration_tokens"] > 0
     (line,) = [line for line in told["warnings"] if "no calibration token reached" in line]
     assert line.startswith("no calibration token reached 36 of 56 weights (model.layers.0.mlp.experts.")
+
+
+@pytest.mark.parametrize("after", [30, 34, 44, 60])
+def test_experts_that_no_token_reached_are_the_same_after_a_kill(checkpoint: Make, tmp_path: Path, after: int) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "1"}])
+    calibration = {"data": str(tmp_path / "rows.jsonl")}
+    config = settings(
+        checkpoint("qwen3_moe", num_experts=8), act="dynamic", method="max", format="nvfp4", calibration=calibration
+    )
+    whole = digests(quantize_model(config, Workspace(tmp_path / "whole"), base=tmp_path))
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(config, Workspace(tmp_path / "stopped"), base=tmp_path, on_tensor=stop)
+    assert digests(quantize_model(config, Workspace(tmp_path / "stopped"), base=tmp_path)) == whole
 
 
 def test_gptq_goes_on_where_it_was_with_the_same_bytes(checkpoint: Make, tmp_path: Path, rows: dict[str, Any]) -> None:

@@ -240,6 +240,7 @@ def test_groups_are_what_an_engine_runs_as_one(checkpoint: Callable[..., Path]) 
     assert attention.elements == 64 * (64 + 32 + 32)
     assert attention.candidates == ("nvfp4", "fp8", "bf16")
     assert len(groups[f"{layer}mlp.experts"].modules) == 12
+    assert groups[f"{layer}mlp.experts"].candidates == ("nvfp4", "bf16")  # no kernel of vLLM takes FP8 ones in W8A16
     assert groups[f"{layer}self_attn.o_proj"].candidates == ("fp8",)
 
 
@@ -247,7 +248,10 @@ def test_groups_are_what_an_engine_runs_as_one(checkpoint: Callable[..., Path]) 
 def test_rules_give_back_the_allocation(kind: str, checkpoint: Callable[..., Path]) -> None:
     config, plan = configured(checkpoint(kind))
     groups = decision_groups(plan, config)
-    costs: Costs = {name: {"nvfp4": 1.0 + i, "fp8": 0.1, "bf16": 0.0} for i, name in enumerate(groups)}
+    by_precision = {"nvfp4": 1.0, "fp8": 0.1, "bf16": 0.0}
+    costs: Costs = {
+        name: {p: by_precision[p] * (1 + i) for p in group.candidates} for i, (name, group) in enumerate(groups.items())
+    }
     found = allocate(costs, {name: group.elements for name, group in groups.items()}, 7.0)
     assert len(set(found.precisions.values())) > 1
     rules = precision_rules(found, groups, config.format)
