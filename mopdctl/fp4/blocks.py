@@ -82,12 +82,14 @@ def block_magnitudes(rows: Tensor, block: int) -> Tensor:
     return by_column.copy_(rows.reshape(r, -1, block).permute(2, 0, 1)).abs_()
 
 
-def importance_of_columns(importance_K: Tensor, block: int) -> Tensor:
+def importance_of_columns(importance_K: Tensor, columns: int, block: int) -> Tensor:
     """Weights [B, 1, K/B] of squared errors, the largest of them 1, laid out as `block_magnitudes`.
 
     Raises:
-        InputError: unless they are finite and none is negative.
+        InputError: unless there is one for each column, all are finite and none is negative.
     """
+    if importance_K.shape != (columns,):
+        raise InputError(f"importance of columns: shape {list(importance_K.shape)}, and the weight has {columns}")
     importance_K = importance_K.float()
     if not bool((torch.isfinite(importance_K) & (importance_K >= 0)).all()):
         raise InputError("importance of columns: must be finite and not negative; check the calibration's activations")

@@ -63,7 +63,7 @@ def choose_scales(
     check_blocks(weight_RK, BLOCK)
     scales = torch.empty(len(weight_RK), weight_RK.shape[1] // BLOCK, dtype=torch.uint8, device=weight_RK.device)
     window = torch.tensor(_WINDOW, dtype=torch.int16, device=weight_RK.device).view(-1, 1, 1)
-    importance = None if importance_K is None else importance_of_columns(importance_K, BLOCK)
+    importance = None if importance_K is None else importance_of_columns(importance_K, weight_RK.shape[1], BLOCK)
     for rows in row_chunks(weight_RK):
         magnitudes = block_magnitudes(weight_RK[rows], BLOCK)
         amax = check_finite(magnitudes.amax(0))

@@ -111,7 +111,7 @@ def choose_scales(
     check_blocks(weight_RK, BLOCK)
     check_divisor(divisor)
     scales = torch.empty(len(weight_RK), weight_RK.shape[1] // BLOCK, dtype=torch.uint8, device=weight_RK.device)
-    importance = None if importance_K is None else importance_of_columns(importance_K, BLOCK)
+    importance = None if importance_K is None else importance_of_columns(importance_K, weight_RK.shape[1], BLOCK)
     window = torch.tensor(WINDOW if importance is None else WEIGHTED_WINDOW, dtype=torch.int16, device=weight_RK.device)
     for rows in row_chunks(weight_RK):
         magnitudes = block_magnitudes(weight_RK[rows], BLOCK)

@@ -18,6 +18,7 @@ from mopdctl.quant.targets import experts_of
 from mopdctl.quant.write import Stored
 
 CHUNK_BYTES = 1 << 24
+_RUNTIME_BYTES = 500_000_000  # python, torch and transformers, and what is made of a chunk
 """Of a weight that is read at a time."""
 
 SPLIT_COLUMNS = frozenset(["o_proj", "out_proj", "down_proj", "w2", "dense_4h_to_h", "fc2", "fc_out", "wo"])
@@ -72,7 +73,7 @@ def preflight(
             "source_bytes": sum(place.num_bytes for place in plan.tensors.places.values()),
             "bytes": num_bytes,
             "disk_free_bytes": free,
-            "memory_bytes": 2 * largest + 300_000_000,
+            "memory_bytes": 2 * largest + _RUNTIME_BYTES,
             "warnings": list(warnings(plan, config)),
         },
     )

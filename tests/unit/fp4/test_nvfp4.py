@@ -359,6 +359,12 @@ def test_with_importance_hardly_any_scale_is_better(matrix: Make, kind: str) -> 
     assert found.sum() <= best.sum() * 1.001
 
 
+@pytest.mark.parametrize("columns", [15, 16, 64])
+def test_importance_of_other_columns_is_refused(columns: int) -> None:
+    with pytest.raises(InputError, match=rf"importance of columns: shape \[{columns}\], and the weight has 32"):
+        nvfp4.quantize(torch.ones(2, 32), 1.0, importance_K=torch.ones(columns))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31), st.floats(-30, 30), st.booleans())
 def test_the_sweep_is_never_worse_than_max(seed: int, exponent: float, weighted: bool) -> None:
