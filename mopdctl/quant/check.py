@@ -185,7 +185,7 @@ def _differences(
             elif rounded and not _is_rounded(tensors, module, source, name):
                 yield f"{module.codes}: is not what {name} of the source is with the stored scales"
         elif name in tensors.places:
-            if not _same(tensors, source, name):
+            if not same_tensor(tensors, name, source, name):
                 yield f"{name}: is not as it is in the source"
         elif name not in tied:
             yield f"{name}: is missing"
@@ -194,11 +194,13 @@ def _differences(
             yield f"{name}: is not in the source"
 
 
-def _same(tensors: StoredTensors, source: StoredTensors, name: str) -> bool:
-    one, other = tensors.places[name], source.places[name]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def same_tensor(tensors: StoredTensors, name: str, source: StoredTensors, other: str) -> bool:
+    """Whether two tensors have one dtype and shape and are the same to the byte."""
+    here, there = tensors.places[name], source.places[other]
+    if (here.dtype, here.shape) != (there.dtype, there.shape):
         return False
-    pairs = zip(*(found.row_chunks(name, max_bytes=_CHUNK_BYTES) for found in (tensors, source)), strict=True)
+    ours = tensors.row_chunks(name, max_bytes=_CHUNK_BYTES)
+    pairs = zip(ours, source.row_chunks(other, max_bytes=_CHUNK_BYTES), strict=True)
     return all(torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)) for a, b in pairs)
 
 

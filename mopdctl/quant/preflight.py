@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mopdctl.config.quant import QuantConfig
 from mopdctl.errors import InputError
+from mopdctl.quant.check import same_tensor
 from mopdctl.quant.plan import Plan
 from mopdctl.quant.targets import experts_of
 from mopdctl.quant.write import Stored
@@ -80,18 +81,11 @@ def preflight(
 
 
 def _check_tied(plan: Plan) -> None:
-    tensors = plan.tensors
     for name, kept in plan.tied.items():
-        same = tensors.places[name].shape == tensors.places[kept].shape and all(
-            torch.equal(one, other)
-            for one, other in zip(
-                *(tensors.row_chunks(each, max_bytes=CHUNK_BYTES) for each in (name, kept)), strict=True
-            )
-        )
-        if not same:
+        if not same_tensor(plan.tensors, name, plan.tensors, kept):
             raise InputError(
                 f"{name}: config.json ties it to {kept}, and the file holds another; set `tie_word_embeddings: false` "
-                f"there if both are meant"
+                "there if both are meant"
             )
 
 
